@@ -1,0 +1,244 @@
+"""What a model is: one frozen, hashable record (a static argument of ``jax.jit``), and how records are read and written."""
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxformer.component import name_of, nearest, resolve
+
+
+class Strict:
+    """Base of every config: an unknown field is a ValueError that names the nearest one."""
+
+    def __new__(cls, *args, **kwargs):
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+        return super().__new__(cls)
+
+
+class Derived(int):
+    """An integer worked out from other fields; ``dataclasses.replace`` works it out again instead of keeping it."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(Strict):
+    """A transformer. Letters in brackets are the dimension key's (see the package docstring).
+
+    Raises ValueError, naming the field, for values that fit no model.
+    """
+
+    vocab_size: int
+    """[V] rows of the embedding table."""
+    d_model: int
+    """[D] width of the residual stream."""
+    n_layers: int
+    """[L] blocks of the decoder (or of the only stack)."""
+    n_heads: int
+    """[N = K·G] query heads."""
+    n_kv_heads: int | None = None
+    """[K] key/value heads: n_heads (the default) is MHA, 1 is MQA, anything between GQA."""
+    head_dim: int | None = None
+    """[H] width of a head; d_model / n_heads unless given."""
+    d_ff: int | None = None
+    """[F] hidden width of the feed-forward; 4·d_model unless given."""
+    max_length: int = 2048
+    """[P] rows of a learned position table, and the length that decoding and training plan for."""
+    encoder_layers: int = 0
+    """Blocks of the encoder; above 0 the model is an encoder–decoder and its decoder has cross-attention."""
+    causal: bool = True
+    """Whether a position sees only itself and what stands before it."""
+
+    attention: Any = "grouped"
+    """Attention component: grouped (MHA, GQA and MQA in one), or 'package.module:name'."""
+    mlp: Any = "gelu"
+    """Feed-forward component: relu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
+    norm: Any = "layer"
+    """Normalisation component: layer, rms, or 'package.module:name'."""
+    position: Any = "rope"
+    """Position component: none, sinusoidal, learned, rope, or 'package.module:name'."""
+    residual: str = "pre"
+    """Where the norm stands: pre, x + f(norm(x)) with one final norm; post, norm(x + f(x)), as in 2017."""
+
+    norm_eps: float = 1e-5
+    """Epsilon inside the root of a norm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_layout: str = "interleaved"
+    """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
+    window: int | tuple[int | None, ...] | None = None
+    """Keys that a query sees, itself included; one number for all layers, or one (None: all keys) a layer."""
+    attention_softcap: float | None = None
+    """c·tanh(scores / c) before the mask."""
+    logit_softcap: float | None = None
+    """c·tanh(logits / c)."""
+    qk_norm: bool = False
+    """Normalise every query and key head before RoPE."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    out_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the feed-forward."""
+    tied_head: bool = False
+    """The head is the transposed embedding: one array, both uses."""
+    scale_embedding: bool = False
+    """Multiply embeddings by sqrt(D); they are then initialised with std 1/sqrt(D)."""
+
+    attention_dropout: float = 0.0
+    """Dropout rate of attention weights (active only when a key is given)."""
+    residual_dropout: float = 0.0
+    """Dropout rate of each sublayer's output."""
+    embedding_dropout: float = 0.0
+    """Dropout rate after embedding and position."""
+
+    init: str = "fan_in"
+    """Initial weights: fan_in, std 1/sqrt(inputs); xavier, uniform with variance 2/(inputs + outputs); normal, std init_std."""
+    init_std: float = 0.02
+    """Standard deviation of the embedding (unless scale_embedding) and, with init='normal', of every weight."""
+    scale_residual_init: bool = False
+    """Divide the initial weights that write into the residual stream by sqrt(2·layers), as GPT-2 does."""
+
+    dtype: Any = "float32"
+    """Compute dtype. Norm statistics, softmax, angles and the loss stay float32."""
+    param_dtype: Any = "float32"
+    """Dtype that parameters are stored in."""
+    scan: bool = False
+    """Run the layers as one lax.scan (compiles once for all layers: right for deep models on accelerators) or unrolled
+    (faster on CPU). The parameters are the same."""
+    remat: str = "none"
+    """What the backward pass recomputes: none; dots, all but matrix products; full, everything inside a block."""
+
+    def __post_init__(self):
+        set_ = functools.partial(object.__setattr__, self)
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_length"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("encoder_layers", self.encoder_layers, 0)
+        if _unset(self.n_kv_heads):
+            set_("n_kv_heads", Derived(self.n_heads))
+        if _unset(self.head_dim):
+            if self.d_model % self.n_heads:
+                raise ValueError(
+                    f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; give head_dim or change one"
+                )
+            set_("head_dim", Derived(self.d_model // self.n_heads))
+        if _unset(self.d_ff):
+            set_("d_ff", Derived(4 * self.d_model))
+        for name in ("n_kv_heads", "head_dim", "d_ff"):
+            _at_least(name, getattr(self, name), 1)
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
+        if isinstance(self.window, list):
+            set_("window", tuple(self.window))
+        if isinstance(self.window, tuple) and len(self.window) != self.n_layers:
+            raise ValueError(f"window has {len(self.window)} entries for n_layers={self.n_layers}")
+        for width in self.window if isinstance(self.window, tuple) else (self.window,):
+            if width is not None:
+                _at_least("window", width, 1)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}{nearest(getattr(self, name), choices)}")
+        for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1)")
+        for name in ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be positive and finite")
+        for name in ("dtype", "param_dtype"):
+            set_(name, _dtype_name(name, getattr(self, name)))
+        for name in COMPONENTS:
+            resolve(name, getattr(self, name))
+            set_(name, name_of(getattr(self, name)))
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs")
+        if self.position == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of every letter of the dimension key that the config fixes."""
+        assert self.n_kv_heads and self.head_dim and self.d_ff
+        return {
+            "D": self.d_model,
+            "L": self.n_layers,
+            "K": self.n_kv_heads,
+            "G": self.n_heads // self.n_kv_heads,
+            "H": self.head_dim,
+            "F": self.d_ff,
+            "V": self.vocab_size,
+            "P": self.max_length,
+        }
+
+    @functools.cached_property
+    def encoder(self) -> "ModelConfig":
+        """The config of an encoder–decoder's encoder: its own depth, nothing masked for causality."""
+        return dataclasses.replace(self, n_layers=self.encoder_layers, encoder_layers=0, causal=False, window=None)
+
+    @functools.cached_property
+    def layers(self) -> tuple["ModelConfig", ...]:
+        """One config a layer: the same but for what is chosen by layer."""
+        if not isinstance(self.window, tuple):
+            return (self,) * self.n_layers
+        by_window = {w: dataclasses.replace(self, window=w) for w in set(self.window)}
+        return tuple(by_window[w] for w in self.window)
+
+
+COMPONENTS = ("attention", "mlp", "norm", "position")
+_CHOICES = {
+    "residual": ("pre", "post"),
+    "rope_layout": ("interleaved", "half"),
+    "init": ("fan_in", "xavier", "normal"),
+    "remat": ("none", "dots", "full"),
+}
+
+
+def _unset(value) -> bool:
+    return value is None or isinstance(value, Derived)
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+
+
+def _dtype_name(name: str, value: Any) -> str:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r} is not a dtype; try 'float32' or 'bfloat16'") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{name}={value!r} must be a floating dtype, such as 'float32' or 'bfloat16'")
+    return dtype.name
+
+
+def to_json(config: Any) -> str:
+    """A (nested) config as JSON. Raises ValueError for a component that no import path leads to."""
+
+    def default(value):
+        raise ValueError(
+            f"{value!r} cannot be written to a file: define it at the top level of an importable module, "
+            "or give it as 'package.module:name'"
+        )
+
+    text = json.dumps(dataclasses.asdict(config), indent=2, default=default)
+    if '"__main__' in text:
+        raise ValueError("a component defined in the script that runs cannot be found again from a file: move it to a module")
+    return text
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """The config that ``dataclasses.asdict`` made ``values`` from. Unknown fields raise ValueError."""
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    built = {}
+    for name, value in values.items():
+        kind = kinds.get(name)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            value = from_dict(kind, value)
+        built[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**built)

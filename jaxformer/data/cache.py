@@ -1,0 +1,68 @@
+"""Results kept on disk under the hash of what they were made from. A damaged entry is made again, never trusted."""
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_DIGEST = hashlib.sha256().digest_size
+
+
+def folder() -> Path:
+    """``$JAXFORMER_CACHE``, else ``$XDG_CACHE_HOME/jaxformer``, else ``~/.cache/jaxformer``."""
+    if own := os.environ.get("JAXFORMER_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
+
+
+def key(*parts: str | int | Iterable[str]) -> str:
+    """Hex hash of strings, numbers and sequences of strings; each part's length is hashed too, so none runs into the next."""
+    digest = hashlib.sha256()
+    for part in parts:
+        texts = [str(part)] if isinstance(part, str | int) else list(part)
+        digest.update(b"%d;" % len(texts))
+        for text in texts:
+            data = text.encode("utf-8")
+            digest.update(b"%d:" % len(data))
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def cached(kind: str, name: str, make: Callable[[], bytes]) -> bytes:
+    """The bytes of ``make()``, from disk where an intact copy exists. A folder that cannot be written only warns."""
+    path = folder() / f"{kind}-{name}"
+    try:
+        entry = path.read_bytes()
+    except OSError:
+        entry = b""
+    payload = entry[_DIGEST:]
+    if entry[:_DIGEST] == _check(kind, name, payload):
+        return payload
+    payload = make()
+    try:
+        write(path, _check(kind, name, payload) + payload)
+    except OSError as error:
+        warnings.warn(f"nothing is cached: {error} (set JAXFORMER_CACHE to a folder that can be written)", stacklevel=2)
+    return payload
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes the whole file or nothing: readers see the old file until the new one is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _check(kind: str, name: str, payload: bytes) -> bytes:
+    # The name is part of the checksum: an intact entry under another's name is damage too.
+    digest = hashlib.sha256(f"{kind}-{name}:".encode())
+    digest.update(payload)
+    return digest.digest()

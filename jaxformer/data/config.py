@@ -1,0 +1,67 @@
+"""What a run reads: one frozen record."""
+
+from dataclasses import dataclass
+
+from jaxformer.component import nearest
+from jaxformer.config import Strict
+
+
+@dataclass(frozen=True)
+class DataConfig(Strict):
+    """Where text comes from and how it becomes batches. Letters in brackets are the dimension key's.
+
+    Raises ValueError, naming the field, for values that describe no data set.
+    """
+
+    task: str = "text"
+    """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, a generated pairs task."""
+    path: str | None = None
+    """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"); none: the source code of the running
+    Python's standard library. For pairs: a TSV (source, tab, target), or the source side with target_path."""
+    validation_path: str | None = None
+    """Validation text, given like path (for pairs: a TSV); none: held out of path by validation_fraction."""
+    target_path: str | None = None
+    """Target side of parallel text, line by line with path."""
+    tokenizer: str = "bpe"
+    """bpe or unigram (SentencePiece, trained on the training split), char, byte, or the path of a saved tokenizer or
+    SentencePiece .model."""
+    vocab_size: int = 4096
+    """Pieces of a SentencePiece tokenizer that is trained here."""
+    length: int = 256
+    """[T] tokens a row (of the target, for pairs)."""
+    source_length: int = 64
+    """[S] tokens of an encoder–decoder's source."""
+    batch_size: int = 16
+    """[B] rows a step, over all devices."""
+    validation_fraction: float = 0.1
+    """Share held out: whole files by a hash of their path; of a single file, its end; of pairs, by a hash of the source."""
+    validation_rows: int = 0
+    """Most rows to validate on, spread evenly over the split; 0 is all of it."""
+    seed: int = 0
+    """Seed of the order and of the offsets of training rows."""
+    separate: bool = True
+    """Keep documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise ValueError(f"unknown task {self.task!r}{nearest(self.task, TASKS)}")
+        least = {"vocab_size": 1, "length": 1, "source_length": 1, "batch_size": 1, "validation_rows": 0, "seed": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name}={value!r} must be an integer of at least {low}")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} must be below 2**32")
+        if not 0.0 <= self.validation_fraction < 1.0:
+            raise ValueError(f"validation_fraction={self.validation_fraction} is outside [0, 1)")
+        if not self.tokenizer:
+            raise ValueError("tokenizer='' must be bpe, unigram, char, byte or a path")
+        if self.task == "pairs" and not self.path:
+            raise ValueError("task='pairs' needs path: a TSV, or the source side of parallel text with target_path")
+        if self.target_path and self.task != "pairs":
+            raise ValueError(f"target_path has no use in task={self.task!r}; set task='pairs'")
+        if self.task == "dates" and (self.path or self.validation_path):
+            raise ValueError("task='dates' is generated and reads no path; use task='pairs' for a file")
+
+
+TASKS = ("text", "pairs", "dates")

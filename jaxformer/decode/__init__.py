@@ -1,0 +1,1 @@
+"""Generation on the same forward as training."""

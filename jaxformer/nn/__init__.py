@@ -1,0 +1,1 @@
+"""Pure functions of explicit parameters, one component a file."""

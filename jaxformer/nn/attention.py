@@ -1,0 +1,157 @@
+"""Attention: softmax(q kᵀ / sqrt(H) + M) v over K·G query heads that share K key/value heads.
+
+One path for MHA (G = 1), GQA and MQA (K = 1), for self- and cross-attention, for whole sequences and cached steps.
+Activations are ``[B, K, G, T, H]``, written by the projections themselves, so that no head is ever moved.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer.component import Component, resolve
+from jaxformer.config import ModelConfig
+from jaxformer.nn import norm, position
+from jaxformer.nn.dense import dense, dropout
+from jaxformer.nn.mask import Places, arange, visible
+from jaxformer.nn.named import named
+from jaxformer.spec import bias, kernel
+
+
+def spec(cfg: ModelConfig) -> dict:
+    """Parameters of ``cfg.attention``."""
+    return resolve("attention", cfg.attention).spec(cfg)
+
+
+def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig, **where) -> jax.Array:
+    """[B, T, D] -> [B, T, D]. Keywords as ``grouped_apply``'s; with none, self-attention over places 0 … T − 1."""
+    return resolve("attention", cfg.attention).apply(params, x_BTD, cfg, **where)
+
+
+def attend(
+    q_BKGTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    mask_BTS: jax.Array | None,
+    *,
+    softcap: float | None = None,
+    bias: jax.Array | None = None,
+    observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+) -> jax.Array:
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32: [B, K, G, T, H].
+
+    mask_BTS [1 or B, T, S], True where the query sees the key; bias broadcasts against [B, K, G, T, S]; ``observe`` is applied
+    to the weights. A query that sees no key gives exactly zero, and finite gradients.
+    """
+    scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scores / q_BKGTH.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    if mask_BTS is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights = _masked_softmax(scores, mask_BTS[:, None, None])
+    weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
+    return jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH)
+
+
+def _masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    # Hidden keys are −inf once, after all else. A row with none visible has maximum −inf and sum 0: both are replaced, so
+    # that its weights are exp(−inf) / 1 = 0 and no −inf − −inf or 0 / 0 arises, in the backward pass either.
+    scores = jnp.where(mask, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    unscaled = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = unscaled.sum(-1, keepdims=True)
+    return unscaled / jnp.where(total == 0.0, 1.0, total)
+
+
+def grouped_spec(cfg: ModelConfig) -> dict:
+    params = {
+        "query": kernel(cfg, "D", "KGH"),
+        "key": kernel(cfg, "D", "KH"),
+        "value": kernel(cfg, "D", "KH"),
+        "out": kernel(cfg, "KGH", "D", residual=True),
+    }
+    if cfg.qkv_bias:
+        params |= {"query_bias": bias("KGH"), "key_bias": bias("KH"), "value_bias": bias("KH")}
+    if cfg.out_bias:
+        params["out_bias"] = bias("D")
+    if cfg.qk_norm:
+        params |= {"query_norm": norm.spec(cfg, "H"), "key_norm": norm.spec(cfg, "H")}
+    return params
+
+
+def grouped_apply(
+    params: dict,
+    x_BTD: jax.Array,
+    cfg: ModelConfig,
+    *,
+    places: Places | None = None,
+    position_params: dict | None = None,
+    memory: "KeyValue | None" = None,
+    extend: "Callable[[KeyValue], KeyValue] | None" = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """[B, T, D] -> [B, T, D].
+
+    places: where the queries stand (0 … T − 1 if not given). position_params: those of ``cfg.position``, if it has any.
+    memory: keys and values to read instead of the sequence's own (cross-attention: no causality, no positions). extend: adds the
+    sequence's own keys and values to those kept so far (a cache) and gives all. key: turns dropout on.
+    """
+    places = arange(x_BTD.shape[1]) if places is None else places
+    site = position.site(cfg) if memory is None else "input"
+    encode = functools.partial(position.apply, position_params or {})
+    q_BKGTH = query(params, x_BTD, cfg)
+    crossing = memory is not None
+    if memory is None:
+        memory = key_value(params, x_BTD, cfg, places)
+        if site == "heads":
+            q_BKGTH = encode(q_BKGTH, places.position, cfg)
+            memory = (encode(memory[0], places.position, cfg), *memory[1:])
+        if extend is not None:
+            memory = extend(memory)
+    k_BKSH, v_BKSH, key_places = memory
+    mask_BTS = visible(
+        places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window
+    )
+
+    def observe(weights_BKGTS):
+        weights_BKGTS = named(weights_BKGTS, "weights", "BKGTS", cfg)
+        return dropout(weights_BKGTS, cfg.attention_dropout, key)
+
+    mixed_BKGTH = attend(
+        q_BKGTH,
+        k_BKSH,
+        v_BKSH,
+        mask_BTS,
+        softcap=cfg.attention_softcap,
+        bias=encode((places.position, key_places.position), cfg) if site == "scores" else None,
+        observe=observe,
+    )
+    return dense("BKGTH,KGHD->BTD", mixed_BKGTH, params["out"], params.get("out_bias"))
+
+
+KeyValue = tuple[jax.Array, jax.Array, Places]
+
+
+def query(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """[B, K, G, T, H]"""
+    q_BKGTH = dense("BTD,DKGH->BKGTH", x_BTD, params["query"], _over_time(params.get("query_bias")))
+    return norm.apply(params["query_norm"], q_BKGTH, cfg) if cfg.qk_norm else q_BKGTH
+
+
+def key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
+    """Keys and values [B, K, S, H] of a sequence, and where they stand."""
+    k_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["key"], _over_time(params.get("key_bias")))
+    v_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["value"], _over_time(params.get("value_bias")))
+    return norm.apply(params["key_norm"], k_BKSH, cfg) if cfg.qk_norm else k_BKSH, v_BKSH, places
+
+
+def _over_time(head_bias: jax.Array | None) -> jax.Array | None:
+    return None if head_bias is None else head_bias[..., None, :]  # [K, (G,) H] -> [K, (G,) 1, H]
+
+
+CHOICES = {"grouped": Component(grouped_spec, grouped_apply)}

@@ -1,0 +1,57 @@
+"""One block: self-attention, cross-attention in a decoder that has an encoder, feed-forward, each with residual and norm."""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxformer.config import ModelConfig
+from jaxformer.nn import attention, mlp, norm
+from jaxformer.nn.attention import KeyValue
+from jaxformer.nn.dense import child, dropout
+from jaxformer.nn.mask import Places
+from jaxformer.nn.named import named, scope
+
+
+def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
+    """Parameters of a block; ``crossing`` adds cross-attention."""
+    parts = {"attention": attention.spec(cfg), "mlp": mlp.spec(cfg)}
+    if crossing:
+        parts["cross_attention"] = attention.spec(cfg)
+    return parts | {f"{name}_norm": norm.spec(cfg) for name in parts}
+
+
+def apply(
+    params: dict,
+    x_BTD: jax.Array,
+    cfg: ModelConfig,
+    *,
+    places: Places | None = None,
+    position_params: dict | None = None,
+    memory: Callable[[dict], KeyValue] | None = None,
+    extend: Callable[[KeyValue], KeyValue] | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """[B, T, D] -> [B, T, D]. memory: gives, from the cross-attention's parameters, the keys and values to read; the other
+    keywords as in ``attention.apply``."""
+
+    def residual(x_BTD, name, f):
+        def branch(x_BTD):
+            with scope(name):
+                return dropout(f(params[name], x_BTD, child(key, name)), cfg.residual_dropout, child(key, f"{name}.out"))
+
+        if cfg.residual == "post":
+            return norm.apply(params[f"{name}_norm"], x_BTD + branch(x_BTD), cfg)
+        return x_BTD + branch(norm.apply(params[f"{name}_norm"], x_BTD, cfg))
+
+    def self_attention(params, x_BTD, key):
+        where = {"places": places, "position_params": position_params, "extend": extend}
+        return attention.apply(params, x_BTD, cfg, **where, key=key)
+
+    def cross_attention(params, x_BTD, key):
+        return attention.apply(params, x_BTD, cfg, places=places, memory=memory(params), key=key)
+
+    x_BTD = residual(x_BTD, "attention", self_attention)
+    if memory is not None:
+        x_BTD = residual(x_BTD, "cross_attention", cross_attention)
+    x_BTD = residual(x_BTD, "mlp", lambda params, x_BTD, key: mlp.apply(params, x_BTD, cfg))
+    return named(x_BTD, "out", "BTD", cfg)

@@ -1,0 +1,25 @@
+"""What several components share: the linear map and dropout."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+
+
+def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``einsum(equation, x, kernel) + bias`` in x's dtype; ``bias`` broadcasts against the result."""
+    y = jnp.einsum(equation, x, kernel.astype(x.dtype))
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def child(key: jax.Array | None, name: str) -> jax.Array | None:
+    """The key of the part called ``name``; None of None."""
+    return None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Inverted dropout (Srivastava et al. 2014): zero with probability ``rate``, else x / (1 − rate). Without a key, x."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

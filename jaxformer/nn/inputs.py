@@ -1,0 +1,82 @@
+"""What may enter a model: everything wrong is a ValueError at the edge, before any work.
+
+Values can be checked only when they are concrete. Inside ``jit`` they are not, and what would have been refused makes NaN.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ModelConfig
+from jaxformer.nn.mask import Places
+
+
+def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
+    """``ids`` as an int32 array [B, T] of ids inside the vocabulary."""
+    ids = _integers(name, ids)
+    if ids.ndim != 2:
+        raise ValueError(f"{name} must have the shape [batch, length], not {ids.shape}")
+    _within(name, ids, 0, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
+    return ids
+
+
+def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
+    """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
+    batch, length = shape
+    if segments is not None:
+        segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
+    if valid is not None:
+        valid = jnp.asarray(valid)
+        if valid.dtype != bool:
+            raise ValueError(f"{name}valid must be boolean (True for a real token), not {valid.dtype}")
+        valid = _shaped(f"{name}valid", valid, shape)
+    order = jnp.arange(length, dtype=jnp.int32)[None]
+    if positions is None:
+        positions = _count(order, segments, valid)
+        table(name, length, cfg)
+    else:
+        positions = _shaped(f"{name}positions", _integers(f"{name}positions", positions), shape)
+        limit = cfg.max_length if cfg.position == "learned" else 2**31
+        _within(f"{name}positions", positions, 0, limit, f"the learned table of max_length={limit} rows")
+    return Places(order, positions, segments, valid)
+
+
+def table(name: str, length: int, cfg: ModelConfig) -> None:
+    """Raises ValueError if ``length`` positions do not fit a learned table."""
+    if cfg.position == "learned" and length > cfg.max_length:
+        raise ValueError(f"{name}length {length} goes past the learned table of max_length={cfg.max_length} positions")
+
+
+def _count(order, segments, valid):
+    """Index of each token among the valid ones of its segment, for segments that are runs of equal ids."""
+    if segments is None and valid is None:
+        return order
+    counted = jnp.cumsum(jnp.ones_like(segments) if valid is None else valid, axis=1, dtype=jnp.int32)
+    if segments is None:
+        return jnp.maximum(counted - 1, 0)
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    before = counted - (1 if valid is None else valid.astype(jnp.int32))
+    base = jax.lax.cummax(jnp.where(starts, before, -1), axis=1)
+    return jnp.maximum(counted - base - 1, 0)
+
+
+def _integers(name: str, values) -> jax.Array:
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, not {values.dtype}")
+    return values
+
+
+def _shaped(name: str, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    if values.ndim != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
+        raise ValueError(f"{name} has shape {values.shape}, tokens have {shape}")
+    return values
+
+
+def _within(name: str, values: jax.Array, low: int, high: int, what: str) -> None:
+    if isinstance(values, jax.core.Tracer) or values.size == 0:
+        return
+    outside = np.argwhere((np.asarray(values) < low) | (np.asarray(values) >= high))
+    if outside.size:
+        where = tuple(int(i) for i in outside[0])
+        raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(values[where])} is outside {what}")

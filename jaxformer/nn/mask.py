@@ -1,0 +1,53 @@
+"""Who may see whom: a function of order, segments and validity. Masks are booleans, combined as booleans."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Places:
+    """Where the tokens of a sequence stand. Leading axes of 1 broadcast over the batch.
+
+    order [1 or B, T]: place in the sequence, which causality and windows go by (padding counts, so that order never repeats).
+    position [1 or B, T]: what the position component encodes (padding does not count; restarts in each packed document).
+    segment [B, T] or None: tokens see only their own segment.
+    valid [B, T] or None: False for padding, which nobody sees.
+    """
+
+    order: Any
+    position: Any
+    segment: Any = None
+    valid: Any = None
+
+
+def arange(length: int) -> Places:
+    """Places 0 … length − 1, nothing masked."""
+    order = jnp.arange(length, dtype=jnp.int32)[None]
+    return Places(order, order)
+
+
+def visible(query: Places, key: Places, *, causal: bool, window: int | None = None) -> jax.Array | None:
+    """[1 or B, T, S], True where the query may see the key; None where every query sees every key.
+
+    ``window`` W: the W keys up to and including the query's own place (causal), else those nearer than W on either side.
+    """
+    terms = []
+    if causal or window is not None:
+        distance = query.order[:, :, None] - key.order[:, None, :]
+        if causal:
+            terms.append(distance >= 0)
+        if window is not None:
+            terms.append(jnp.abs(distance) < window)
+    if query.segment is not None and key.segment is not None:
+        terms.append(query.segment[:, :, None] == key.segment[:, None, :])
+    if key.valid is not None:
+        terms.append(key.valid[:, None, :])
+    if not terms:
+        return None
+    mask = terms[0]
+    for term in terms[1:]:
+        mask = mask & term
+    return mask

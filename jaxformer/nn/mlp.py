@@ -1,0 +1,59 @@
+"""The position-wise feed-forward: φ(x W_up + b) W_down + b, or gated, (φ(x W_gate) · x W_up) W_down (Shazeer 2020)."""
+
+import functools
+
+import jax
+
+from jaxformer.component import Component, resolve
+from jaxformer.config import ModelConfig
+from jaxformer.nn.dense import dense
+from jaxformer.nn.named import named
+from jaxformer.spec import bias, kernel
+
+
+def spec(cfg: ModelConfig) -> dict:
+    """Parameters of ``cfg.mlp``."""
+    return resolve("mlp", cfg.mlp).spec(cfg)
+
+
+def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """[B, T, D] -> [B, T, D], every position by itself."""
+    return resolve("mlp", cfg.mlp).apply(params, x_BTD, cfg)
+
+
+def _spec(cfg, gated):
+    names = ("gate", "up") if gated else ("up",)
+    params = {name: kernel(cfg, "D", "F") for name in names} | {"down": kernel(cfg, "F", "D", residual=True)}
+    if cfg.mlp_bias:
+        params |= {f"{name}_bias": bias("F") for name in names} | {"down_bias": bias("D")}
+    return params
+
+
+def _apply(params, x_BTD, cfg, activation, gated):
+    up_BTF = dense("BTD,DF->BTF", x_BTD, params["up"], params.get("up_bias"))
+    if gated:
+        hidden_BTF = activation(dense("BTD,DF->BTF", x_BTD, params["gate"], params.get("gate_bias"))) * up_BTF
+    else:
+        hidden_BTF = activation(up_BTF)
+    hidden_BTF = named(hidden_BTF, "hidden", "BTF", cfg)
+    return dense("BTF,FD->BTD", hidden_BTF, params["down"], params.get("down_bias"))
+
+
+def choice(activation, gated: bool) -> Component:
+    """A feed-forward of this shape with any elementwise ``activation``."""
+    return Component(
+        functools.partial(_spec, gated=gated), functools.partial(_apply, activation=activation, gated=gated)
+    )
+
+
+gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
+gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+
+CHOICES = {
+    "relu": choice(jax.nn.relu, gated=False),
+    "gelu": choice(gelu_exact, gated=False),
+    "gelu_tanh": choice(gelu_tanh, gated=False),
+    "swiglu": choice(jax.nn.silu, gated=True),
+    "geglu": choice(gelu_exact, gated=True),
+    "geglu_tanh": choice(gelu_tanh, gated=True),
+}

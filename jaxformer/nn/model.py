@@ -1,0 +1,129 @@
+"""The forward of every transformer: embed, encode where there is an encoder, decode, head. Training, prefill and decoding
+steps all go through here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxformer import spec as specs
+from jaxformer.config import ModelConfig
+from jaxformer.nn import inputs, stack
+from jaxformer.nn.dense import child
+from jaxformer.nn.mask import Places
+from jaxformer.nn.named import named, scope
+from jaxformer.spec import Param, kernel, normal
+
+
+@functools.cache
+def spec(cfg: ModelConfig) -> dict:
+    """Every parameter of the model, as a tree of ``Param``."""
+    std = cfg.d_model**-0.5 if cfg.scale_embedding else cfg.init_std
+    parts = {"embedding": {"token": Param("VD", normal(std))}}
+    if cfg.encoder_layers:
+        parts["encoder"] = stack.spec(cfg.encoder)
+    parts["decoder"] = stack.spec(cfg, crossing=cfg.encoder_layers > 0)
+    if not cfg.tied_head:
+        parts["head"] = {"kernel": kernel(cfg, "D", "V")}
+    return parts
+
+
+def init(cfg: ModelConfig, key: jax.Array) -> dict:
+    """Initial parameters: a nested dict of arrays in ``cfg.param_dtype``."""
+    return _init(cfg, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(cfg, key):
+    return specs.init(spec(cfg), cfg, key)
+
+
+def forward(params: dict, tokens, cfg: ModelConfig, *, cache=None, **given):
+    """Next-token logits [B, T, V], float32. Keywords as ``hidden``'s; with a cache, the pair (logits, cache)."""
+    out = hidden(params, tokens, cfg, cache=cache, **given)
+    if cache is None:
+        return head(params, out, cfg)
+    hidden_BTD, cache = out
+    return head(params, hidden_BTD, cfg), cache
+
+
+def hidden(
+    params: dict,
+    tokens,
+    cfg: ModelConfig,
+    *,
+    positions=None,
+    segments=None,
+    valid=None,
+    source=None,
+    source_valid=None,
+    key: jax.Array | None = None,
+    cache=None,
+):
+    """What the head reads, [B, T, D]: after the final norm. With a cache (``jf.init_cache``), the pair (hidden, cache).
+
+    tokens [B, T] integers. positions [B, T]: where each stands (counted from the other arguments unless given). segments
+    [B, T]: packed documents, each sees only itself. valid [B, T] bool: False for padding, left or right. source [B, S] and
+    source_valid [B, S]: what an encoder–decoder reads. key: turns dropout on.
+
+    Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
+    that are not the config's. Inside ``jit``, where values are not known, such ids and positions give NaN.
+    """
+    specs.check(params, spec(cfg), cfg)
+    tokens = inputs.tokens("tokens", tokens, cfg)
+    with _precision(cfg):
+        memory = None
+        if source is not None or source_valid is not None or (cfg.encoder_layers and cache is None):
+            memory = _encode(params, source, source_valid, cfg, key)
+        if cache is None:
+            places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
+        elif segments is not None:
+            raise ValueError("segments cannot be combined with a cache: decode each document by itself")
+        else:
+            places, cache = cache.advance(tokens.shape, cfg, positions, valid)
+        x_BTD = embed(params, tokens, cfg)
+        with scope("decoder"):
+            return stack.apply(
+                params["decoder"], x_BTD, cfg, places=places, memory=memory, cache=cache, key=child(key, "decoder")
+            )
+
+
+def embed(params: dict, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Rows of the embedding table, times sqrt(D) if the config says so: [B, T, D] in the compute dtype."""
+    x_BTD = params["embedding"]["token"].astype(cfg.dtype).at[tokens].get(mode="fill", fill_value=jnp.nan)
+    if cfg.scale_embedding:
+        x_BTD = x_BTD * jnp.asarray(cfg.d_model**0.5, x_BTD.dtype)
+    return named(x_BTD, "embedding", "BTD", cfg)
+
+
+def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Logits [B, T, V] in float32, soft-capped if the config says so."""
+    with _precision(cfg):
+        if cfg.tied_head:
+            kernel_VD = params["embedding"]["token"].astype(x_BTD.dtype)
+            logits = jnp.einsum("BTD,VD->BTV", x_BTD, kernel_VD, preferred_element_type=jnp.float32)
+        else:
+            kernel_DV = params["head"]["kernel"].astype(x_BTD.dtype)
+            logits = jnp.einsum("BTD,DV->BTV", x_BTD, kernel_DV, preferred_element_type=jnp.float32)
+    if cfg.logit_softcap is not None:
+        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
+    return named(logits, "logits", "BTV", cfg)
+
+
+def _encode(params, source, source_valid, cfg, key) -> tuple[jax.Array, Places]:
+    """The encoder's output [B, S, D] and where it stands."""
+    if not cfg.encoder_layers:
+        raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
+    if source is None:
+        raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
+    source = inputs.tokens("source", source, cfg)
+    places = inputs.places("source_", source.shape, cfg, valid=source_valid)
+    x_BSD = embed(params, source, cfg)
+    with scope("encoder"):
+        x_BSD = stack.apply(params["encoder"], x_BSD, cfg.encoder, places=places, key=child(key, "encoder"))
+    return x_BSD, places
+
+
+def _precision(cfg: ModelConfig):
+    # A float32 model means float32 products: TPUs and GPUs would otherwise use bfloat16 or TF32 passes without saying so.
+    return jax.default_matmul_precision("highest" if cfg.dtype == "float32" else "default")

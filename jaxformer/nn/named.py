@@ -1,0 +1,77 @@
+"""Named activations: the one place where what flows through a model can be checked, captured and edited.
+
+``named(x, "mlp.hidden", "BTF", cfg)`` marks an activation. It costs nothing when nobody listens; inside ``listen`` each
+marked activation is handed to a callback, under its full name such as ``decoder.3.mlp.hidden``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from fnmatch import fnmatch
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxformer.config import ModelConfig
+
+Listener = Callable[[str, jax.Array], jax.Array]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_scope: ContextVar[tuple[str, ...]] = ContextVar("scope", default=())
+
+
+def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig) -> jax.Array:
+    """``x``, known as ``name`` and with a letter an axis. Raises ValueError where letters and shape do not agree."""
+    if len(dims) != x.ndim or any(cfg.sizes.get(letter, n) != n for letter, n in zip(dims, x.shape, strict=True)):
+        expected = ", ".join(f"{letter}={cfg.sizes.get(letter, 'any')}" for letter in dims)
+        raise ValueError(f"activation {name!r} has shape {x.shape}, not [{expected}]")
+    x = checkpoint_name(x, name)
+    listener = _listener.get()
+    return x if listener is None else listener(".".join((*_scope.get(), name)), x)
+
+
+def listening() -> bool:
+    """Whether somebody listens (the layers are then unrolled and nothing is rematerialised, so that values can leave)."""
+    return _listener.get() is not None
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefixes the names given inside; profiles show it too."""
+    token = _scope.set((*_scope.get(), name))
+    try:
+        with jax.named_scope(name):
+            yield
+    finally:
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Calls ``listener(name, x) -> x`` for every named activation traced inside."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def capture(f: Callable[..., Any], pattern: str = "*") -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
+    """``f`` that also returns the activations whose names match the shell-style ``pattern``. It may be jitted:
+
+    >>> logits, seen = jax.jit(capture(lambda p, t: jf.forward(p, t, cfg), "*attention.weights"))(params, tokens)
+    """
+
+    def run(*args, **kwargs):
+        seen: dict[str, jax.Array] = {}
+
+        def keep(name, x):
+            if fnmatch(name, pattern):
+                seen[name] = x
+            return x
+
+        with listen(keep):
+            out = f(*args, **kwargs)
+        return out, seen
+
+    return run

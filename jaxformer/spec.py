@@ -1,0 +1,148 @@
+"""Parameters declared once: a tree of ``Param``, from which come initial values, shapes, decay mask, counts and checks.
+
+The letters of ``Param.dims`` are the dimension key of the package docstring; their sizes come from the config.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxformer.component import nearest
+from jaxformer.config import ModelConfig
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One tensor: ``dims``, a letter an axis; ``init(key, shape, dtype)``; whether weight decay applies; and the sizes of
+    letters that are this tensor's own, as pairs such as ``(("F", 64),)`` (any other letter's size is the config's)."""
+
+    dims: str
+    init: Initializer
+    decay: bool = True
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
+        sizes = cfg.sizes | dict(self.sizes)
+        for letter in self.dims:
+            if letter not in sizes:
+                raise ValueError(f"Param({self.dims!r}): no size for {letter!r}{nearest(letter, sizes)}")
+        return tuple(sizes[letter] for letter in self.dims)
+
+
+def normal(std: float) -> Initializer:
+    return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def ones(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def kernel(cfg: ModelConfig, inputs: str, outputs: str, *, residual: bool = False) -> Param:
+    """A weight that contracts the axes ``inputs`` into ``outputs``, initialised as ``cfg.init`` says.
+
+    ``residual`` marks a weight that writes into the residual stream (see ``cfg.scale_residual_init``).
+    """
+    fan_in = math.prod(cfg.sizes[letter] for letter in inputs)
+    fan_out = math.prod(cfg.sizes[letter] for letter in outputs)
+    std = {"fan_in": fan_in**-0.5, "xavier": (2 / (fan_in + fan_out)) ** 0.5, "normal": cfg.init_std}[cfg.init]
+    if residual and cfg.scale_residual_init:
+        std /= (2 * cfg.n_layers) ** 0.5
+    if cfg.init != "xavier":
+        return Param(inputs + outputs, normal(std))
+    edge = std * 3**0.5  # a uniform on (−edge, edge) has this standard deviation
+    return Param(inputs + outputs, lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -edge, edge))
+
+
+def bias(dims: str) -> Param:
+    return Param(dims, zeros, decay=False)
+
+
+def gain(dims: str) -> Param:
+    return Param(dims, ones, decay=False)
+
+
+def stack(spec: Tree, layers: int) -> Tree:
+    """The spec of ``layers`` such trees, stacked on a leading axis L."""
+    return _map(lambda p: dataclasses.replace(p, dims="L" + p.dims, sizes=(*p.sizes, ("L", layers))), spec)
+
+
+def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
+    """Initial values, in ``cfg.param_dtype``. Each tensor's randomness comes from its path (and layer) alone, so adding or
+    removing one changes no other."""
+
+    def one(path: str, param: Param) -> jax.Array:
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        shape, dtype = param.shape(cfg), jnp.dtype(cfg.param_dtype)
+        if not param.dims.startswith("L"):
+            return param.init(own, shape, dtype)
+        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(shape[0]))
+        return jax.vmap(lambda k: param.init(k, shape[1:], dtype))(keys)
+
+    return _unflatten({path: one(path, param) for path, param in walk(spec)})
+
+
+def abstract(spec: Tree, cfg: ModelConfig) -> Tree:
+    """The tree of ``jax.ShapeDtypeStruct`` that ``init`` would fill: no memory, any size."""
+    return _map(lambda p: jax.ShapeDtypeStruct(p.shape(cfg), jnp.dtype(cfg.param_dtype)), spec)
+
+
+def decay_mask(spec: Tree) -> Tree:
+    """True where weight decay applies: not on norms and biases."""
+    return _map(lambda p: p.decay, spec)
+
+
+def count(spec: Tree, cfg: ModelConfig) -> int:
+    """Number of parameters."""
+    return sum(math.prod(param.shape(cfg)) for _, param in walk(spec))
+
+
+def check(params: Tree, spec: Tree, cfg: ModelConfig) -> None:
+    """Raises ValueError with a tree diff (missing, unexpected, shape) where ``params`` is not what ``spec`` declares."""
+    found = {path: tuple(jnp.shape(leaf)) for path, leaf in walk(params)}
+    expected = {path: param.shape(cfg) for path, param in walk(spec)}
+    if lines := diff(expected, found):
+        raise ValueError("parameters do not fit the config:\n" + "\n".join(lines))
+
+
+def diff(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Lines that tell what differs between two flat trees ``path -> description``; empty if nothing does."""
+    lines = [f"  missing     {path}  {_text(expected[path])}" for path in sorted(expected.keys() - found.keys())]
+    lines += [f"  unexpected  {path}  {_text(found[path])}" for path in sorted(found.keys() - expected.keys())]
+    lines += [
+        f"  differs     {path}  expected {_text(expected[path])}, found {_text(found[path])}"
+        for path in sorted(expected.keys() & found.keys())
+        if expected[path] != found[path]
+    ]
+    return lines
+
+
+def walk(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """``(path, leaf)`` for every leaf of a nested dict, paths joined with dots."""
+    yield from flatten_dict(tree, sep=".").items()
+
+
+def _text(description: Any) -> str:
+    if isinstance(description, tuple) and all(isinstance(n, int) for n in description):
+        return "[" + ", ".join(map(str, description)) + "]"
+    return str(description)
+
+
+def _unflatten(flat: dict[str, Any]) -> Tree:
+    return unflatten_dict(flat, sep=".")
+
+
+def _map(f: Callable[[Param], Any], spec: Tree) -> Tree:
+    return jax.tree.map(f, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
