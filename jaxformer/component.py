@@ -13,9 +13,9 @@ import difflib
 import functools
 import importlib
 import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
-from collections.abc import Callable, Iterable
 
 
 class Component(NamedTuple):
@@ -68,7 +68,8 @@ def name_of(component: Any) -> Any:
         return component.__name__
     for owner in (component, getattr(component, "spec", None)):
         module = sys.modules.get(getattr(owner, "__module__", None) or "")
-        for name, value in vars(module).items() if module else ():
-            if value is component:
-                return f"{module.__name__}:{name}"
+        if module is not None:
+            for name, value in vars(module).items():
+                if value is component:
+                    return f"{module.__name__}:{name}"
     return component

@@ -23,12 +23,15 @@ class Strict:
 
 
 class Derived(int):
-    """An integer worked out from other fields; ``dataclasses.replace`` works it out again instead of keeping it."""
+    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
 
 
 @dataclass(frozen=True)
 class ModelConfig(Strict):
     """A transformer. Letters in brackets are the dimension key's (see the package docstring).
+
+    ``attention``, ``mlp``, ``norm`` and ``position`` also take a component itself (see ``jaxformer.component``), ``dtype`` and
+    ``param_dtype`` anything that is a dtype; each is kept as the string that names it.
 
     Raises ValueError, naming the field, for values that fit no model.
     """
@@ -41,26 +44,28 @@ class ModelConfig(Strict):
     """[L] blocks of the decoder (or of the only stack)."""
     n_heads: int
     """[N = K·G] query heads."""
-    n_kv_heads: int | None = None
+    n_kv_heads: int = Derived(0)
     """[K] key/value heads: n_heads (the default) is MHA, 1 is MQA, anything between GQA."""
-    head_dim: int | None = None
+    head_dim: int = Derived(0)
     """[H] width of a head; d_model / n_heads unless given."""
-    d_ff: int | None = None
+    d_ff: int = Derived(0)
     """[F] hidden width of the feed-forward; 4·d_model unless given."""
     max_length: int = 2048
     """[P] rows of a learned position table, and the length that decoding and training plan for."""
     encoder_layers: int = 0
     """Blocks of the encoder; above 0 the model is an encoder–decoder and its decoder has cross-attention."""
+    start_token: int | None = None
+    """Id that the target of an encoder–decoder starts with."""
     causal: bool = True
     """Whether a position sees only itself and what stands before it."""
 
-    attention: Any = "grouped"
+    attention: str = "grouped"
     """Attention component: grouped (MHA, GQA and MQA in one), or 'package.module:name'."""
-    mlp: Any = "gelu"
+    mlp: str = "gelu"
     """Feed-forward component: relu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
-    norm: Any = "layer"
+    norm: str = "layer"
     """Normalisation component: layer, rms, or 'package.module:name'."""
-    position: Any = "rope"
+    position: str = "rope"
     """Position component: none, sinusoidal, learned, rope, or 'package.module:name'."""
     residual: str = "pre"
     """Where the norm stands: pre, x + f(norm(x)) with one final norm; post, norm(x + f(x)), as in 2017."""
@@ -104,9 +109,9 @@ class ModelConfig(Strict):
     scale_residual_init: bool = False
     """Divide the initial weights that write into the residual stream by sqrt(2·layers), as GPT-2 does."""
 
-    dtype: Any = "float32"
+    dtype: str = "float32"
     """Compute dtype. Norm statistics, softmax, angles and the loss stay float32."""
-    param_dtype: Any = "float32"
+    param_dtype: str = "float32"
     """Dtype that parameters are stored in."""
     scan: bool = False
     """Run the layers as one lax.scan (compiles once for all layers: right for deep models on accelerators) or unrolled
@@ -133,6 +138,8 @@ class ModelConfig(Strict):
             _at_least(name, getattr(self, name), 1)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
+        if self.start_token is not None and not 0 <= self.start_token < self.vocab_size:
+            raise ValueError(f"start_token={self.start_token} is outside the vocabulary of {self.vocab_size}")
         if isinstance(self.window, list):
             set_("window", tuple(self.window))
         if isinstance(self.window, tuple) and len(self.window) != self.n_layers:
@@ -163,7 +170,6 @@ class ModelConfig(Strict):
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Size of every letter of the dimension key that the config fixes."""
-        assert self.n_kv_heads and self.head_dim and self.d_ff
         return {
             "D": self.d_model,
             "L": self.n_layers,

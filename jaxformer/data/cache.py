@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import tempfile
+import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +18,7 @@ def folder() -> Path:
 
 
 def key(*parts: str | int | Iterable[str]) -> str:
-    """Hex hash of strings, numbers and sequences of strings; each part's length is hashed too, so none runs into the next."""
+    """Hex hash of strings, numbers and sequences of strings, lengths included, so that no part runs into the next."""
     digest = hashlib.sha256()
     for part in parts:
         texts = [str(part)] if isinstance(part, str | int) else list(part)
@@ -51,14 +51,12 @@ def cached(kind: str, name: str, make: Callable[[], bytes]) -> bytes:
 def write(path: Path, data: bytes) -> None:
     """Writes the whole file or nothing: readers see the old file until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _check(kind: str, name: str, payload: bytes) -> bytes:

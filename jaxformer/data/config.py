@@ -14,7 +14,7 @@ class DataConfig(Strict):
     """
 
     task: str = "text"
-    """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, a generated pairs task."""
+    """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs."""
     path: str | None = None
     """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"); none: the source code of the running
     Python's standard library. For pairs: a TSV (source, tab, target), or the source side with target_path."""
@@ -34,7 +34,7 @@ class DataConfig(Strict):
     batch_size: int = 16
     """[B] rows a step, over all devices."""
     validation_fraction: float = 0.1
-    """Share held out: whole files by a hash of their path; of a single file, its end; of pairs, by a hash of the source."""
+    """Share held out: whole files, by a hash of their path; a single file's end; pairs, by a hash of the source."""
     validation_rows: int = 0
     """Most rows to validate on, spread evenly over the split; 0 is all of it."""
     seed: int = 0

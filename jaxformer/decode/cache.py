@@ -1,5 +1,6 @@
 """The key/value cache: preallocated, written in place, never past its end."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.nn import attention, inputs
+from jaxformer.nn import inputs
 from jaxformer.nn.attention import KeyValue
 from jaxformer.nn.mask import Places
 
@@ -48,7 +49,8 @@ class Cache:
             positions = self.valid.sum(1, keepdims=True) + jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
         chunk = inputs.places("", shape, cfg, positions, valid=valid)
         at = (0, self.used)
-        return Places(self.used + chunk.order, chunk.position, None, chunk.valid), self.replace(
+        return Places(self.used + chunk.order, chunk.position, None, chunk.valid), dataclasses.replace(
+            self,
             used=self.used + length,
             position=jax.lax.dynamic_update_slice(self.position, chunk.position.astype(jnp.int32), at),
             valid=jax.lax.dynamic_update_slice(self.valid, valid, at),
@@ -81,15 +83,17 @@ class Writer:
         k_BKSH, v_BKSH = (self.entry[name].astype(new[0].dtype) for name in ("key", "value"))
         return k_BKSH, v_BKSH, self._places
 
-    def memory(self, params: dict, source: tuple[jax.Array, Places] | None, cfg: ModelConfig) -> KeyValue:
-        """Keys and values of the encoder's output: computed from ``source`` once, kept for later chunks."""
+    def remember(self, source: KeyValue | None) -> KeyValue:
+        """Keeps the keys and values of the encoder's output; without them (None) gives those kept."""
         if source is not None:
-            k_BKSH, v_BKSH, places = attention.key_value(params, source[0], cfg, source[1])
-            kept = {"source_key": k_BKSH, "source_value": v_BKSH, "source_places": places}
-            self.entry = self.entry | kept
-        elif "source_key" not in self.entry:
+            self.entry = self.entry | dict(zip(SOURCE, source, strict=True))
+        elif SOURCE[0] not in self.entry:
             raise ValueError("the first chunk of an encoder–decoder needs source=; later ones read it from the cache")
-        return self.entry["source_key"], self.entry["source_value"], self.entry["source_places"]
+        k_BKSH, v_BKSH, places = (self.entry[name] for name in SOURCE)
+        return k_BKSH, v_BKSH, places
+
+
+SOURCE = ("source_key", "source_value", "source_places")
 
 
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype=None) -> Cache:

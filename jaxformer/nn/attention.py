@@ -6,6 +6,7 @@ Activations are ``[B, K, G, T, H]``, written by the projections themselves, so t
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,7 @@ def attend(
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    if mask_BTS is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        weights = _masked_softmax(scores, mask_BTS[:, None, None])
+    weights = jax.nn.softmax(scores) if mask_BTS is None else _masked_softmax(scores, mask_BTS[:, None, None])
     weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
     return jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH)
 
@@ -69,7 +67,7 @@ def _masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def grouped_spec(cfg: ModelConfig) -> dict:
-    params = {
+    params: dict[str, Any] = {
         "query": kernel(cfg, "D", "KGH"),
         "key": kernel(cfg, "D", "KH"),
         "value": kernel(cfg, "D", "KH"),
@@ -98,8 +96,8 @@ def grouped_apply(
     """[B, T, D] -> [B, T, D].
 
     places: where the queries stand (0 … T − 1 if not given). position_params: those of ``cfg.position``, if it has any.
-    memory: keys and values to read instead of the sequence's own (cross-attention: no causality, no positions). extend: adds the
-    sequence's own keys and values to those kept so far (a cache) and gives all. key: turns dropout on.
+    memory: keys and values to read instead of the sequence's own (cross-attention: no causality, no positions). extend:
+    adds the sequence's own keys and values to those kept so far (a cache) and gives all. key: turns dropout on.
     """
     places = arange(x_BTD.shape[1]) if places is None else places
     site = position.site(cfg) if memory is None else "input"
@@ -114,9 +112,7 @@ def grouped_apply(
         if extend is not None:
             memory = extend(memory)
     k_BKSH, v_BKSH, key_places = memory
-    mask_BTS = visible(
-        places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window
-    )
+    mask_BTS = visible(places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window)
 
     def observe(weights_BKGTS):
         weights_BKGTS = named(weights_BKGTS, "weights", "BKGTS", cfg)

@@ -27,7 +27,7 @@ def apply(
     *,
     places: Places | None = None,
     position_params: dict | None = None,
-    memory: Callable[[dict], KeyValue] | None = None,
+    memory: Callable[[dict], KeyValue | None] | None = None,
     extend: Callable[[KeyValue], KeyValue] | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
@@ -47,11 +47,13 @@ def apply(
         where = {"places": places, "position_params": position_params, "extend": extend}
         return attention.apply(params, x_BTD, cfg, **where, key=key)
 
-    def cross_attention(params, x_BTD, key):
-        return attention.apply(params, x_BTD, cfg, places=places, memory=memory(params), key=key)
-
     x_BTD = residual(x_BTD, "attention", self_attention)
     if memory is not None:
+        read = memory
+
+        def cross_attention(params, x_BTD, key):
+            return attention.apply(params, x_BTD, cfg, places=places, memory=read(params), key=key)
+
         x_BTD = residual(x_BTD, "cross_attention", cross_attention)
     x_BTD = residual(x_BTD, "mlp", lambda params, x_BTD, key: mlp.apply(params, x_BTD, cfg))
     return named(x_BTD, "out", "BTD", cfg)

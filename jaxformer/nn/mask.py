@@ -29,10 +29,11 @@ def arange(length: int) -> Places:
     return Places(order, order)
 
 
-def visible(query: Places, key: Places, *, causal: bool, window: int | None = None) -> jax.Array | None:
+def visible(query: Places, key: Places, *, causal: bool, window: Any = None) -> jax.Array | None:
     """[1 or B, T, S], True where the query may see the key; None where every query sees every key.
 
-    ``window`` W: the W keys up to and including the query's own place (causal), else those nearer than W on either side.
+    ``window`` W (an integer or None): the W keys up to the query's own place, itself included (causal); else those nearer than W
+    on either side.
     """
     terms = []
     if causal or window is not None:

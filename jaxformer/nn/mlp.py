@@ -41,9 +41,7 @@ def _apply(params, x_BTD, cfg, activation, gated):
 
 def choice(activation, gated: bool) -> Component:
     """A feed-forward of this shape with any elementwise ``activation``."""
-    return Component(
-        functools.partial(_spec, gated=gated), functools.partial(_apply, activation=activation, gated=gated)
-    )
+    return Component(functools.partial(_spec, gated=gated), functools.partial(_apply, activation=activation, gated=gated))
 
 
 gelu_exact = functools.partial(jax.nn.gelu, approximate=False)

@@ -49,10 +49,11 @@ def apply(
     def run(layer, index, layer_params, x_BTD, writer=None):
         """``layer``: this layer's config; ``index``: its number, which may be traced."""
 
+        def source_key_value(cross_params):
+            return None if memory is None else attention.key_value(cross_params, memory[0], layer, memory[1])
+
         def read(cross_params):
-            if writer is not None:
-                return writer.memory(cross_params, memory, layer)
-            return attention.key_value(cross_params, memory[0], layer, memory[1])
+            return source_key_value(cross_params) if writer is None else writer.remember(source_key_value(cross_params))
 
         return block.apply(
             layer_params,
@@ -76,7 +77,7 @@ def apply(
 
 def _cached_layers(params, x_BTD, cfg, run, cache, places):
     entries = []
-    for index, (layer, layer_params) in enumerate(zip(cfg.layers, unstack(params, cfg.n_layers), strict=True)):
+    for index, layer, layer_params in _numbered(params, cfg):
         writer = cache.writer(index, start=places.order[0, 0])
         with scope(str(index)):
             x_BTD = run(layer, index, layer_params, x_BTD, writer)
@@ -90,7 +91,7 @@ def _layers(params, x_BTD, cfg, run):
     if cfg.remat != "none" and not watched:
         run = jax.checkpoint(run, static_argnums=0, policy=REMAT[cfg.remat])
     if not cfg.scan or watched:
-        for index, (layer, layer_params) in enumerate(zip(cfg.layers, unstack(params, cfg.n_layers), strict=True)):
+        for index, layer, layer_params in _numbered(params, cfg):
             with scope(str(index)):
                 x_BTD = run(layer, index, layer_params, x_BTD)
         return x_BTD
@@ -108,13 +109,17 @@ def _layers(params, x_BTD, cfg, run):
     return x_BTD
 
 
-def unstack(params: dict | list, layers: int) -> list[dict]:
-    """One tree a layer from the stacked one (a list of trees is left as it is). By ``split``, whose gradient is one concatenation: indexing would add up
+def _numbered(params, cfg):
+    """``(index, config, parameters)`` of every layer."""
+    return zip(range(cfg.n_layers), cfg.layers, unstack(params, cfg.n_layers), strict=True)
+
+
+def unstack(params: dict, layers: int) -> list[dict]:
+    """One tree a layer from the stacked one. By ``split``, whose gradient is one concatenation: indexing would add up
     ``layers`` arrays that are zero but for one layer."""
-    if isinstance(params, list):
-        return params
-    split = jax.tree.map(lambda p: [part[0] for part in jax.lax.split(p, [1] * layers)], params)
-    return [jax.tree.map(lambda parts: parts[index], split, is_leaf=lambda x: isinstance(x, list)) for index in range(layers)]  # noqa: B023
+    leaves, tree = jax.tree.flatten(params)
+    split = [jax.lax.split(leaf, [1] * layers) for leaf in leaves]
+    return [jax.tree.unflatten(tree, [jnp.squeeze(parts[index], 0) for parts in split]) for index in range(layers)]
 
 
 def repetition(kinds: tuple) -> list[tuple[int, int, int]]:

@@ -1,0 +1,58 @@
+"""jaxformer: every transformer is a config, every component a pure function of explicit parameters, every result exact or
+refused.
+
+The dimension key, one letter a dimension, in shapes, einsums and the suffixes of variables:
+
+    B batch              T target (query) positions    S source (key, cache) positions
+    D model width        L stacked layers              V vocabulary
+    K key/value heads    G query heads per K head      H head width      (N = K·G query heads)
+    F feed-forward width P rows of a learned position table
+"""
+
+from jaxformer import presets, spec
+from jaxformer.config import ModelConfig
+from jaxformer.data import DataConfig, tokenizer
+from jaxformer.decode.cache import Cache, init_cache
+from jaxformer.decode.generate import Sampling, generate
+from jaxformer.nn import attention, block, mask, mlp, model, norm, position, stack
+from jaxformer.nn.model import forward, hidden, init
+from jaxformer.nn.named import capture, listen, named
+from jaxformer.run import Config, TrainConfig, load
+from jaxformer.spec import Param, bias, gain, kernel
+from jaxformer.training.loss import loss
+from jaxformer.training.optim import OptimConfig
+
+__all__ = [
+    "Cache",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "Param",
+    "Sampling",
+    "TrainConfig",
+    "attention",
+    "bias",
+    "block",
+    "capture",
+    "forward",
+    "gain",
+    "generate",
+    "hidden",
+    "init",
+    "init_cache",
+    "kernel",
+    "listen",
+    "load",
+    "loss",
+    "mask",
+    "mlp",
+    "model",
+    "named",
+    "norm",
+    "position",
+    "presets",
+    "spec",
+    "stack",
+    "tokenizer",
+]

@@ -1,0 +1,155 @@
+"""Documents of a text corpus, and which of them are held out."""
+
+import difflib
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxformer.data.config import DataConfig
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+class Documents(NamedTuple):
+    """The two splits of a corpus, each in a fixed order, without empty documents."""
+
+    train: list[str]
+    validation: list[str]
+    cut: bool
+    """One document was cut in two, so that neither part ends where the document does."""
+
+
+def documents(cfg: DataConfig) -> Documents:
+    """Reads the documents of ``cfg``: a file is a document, a line of a .jsonl file is one.
+
+    Held out are the files of ``validation_path``; else whole files, by a hash of their path below the folder; else, of
+    a single file, the last documents; else, of a single document, its last characters. Raises ValueError for a path
+    that is absent or empty, and for text that is not UTF-8 or not JSON lines, naming the file and the place.
+    """
+    files = _read(cfg.path) if cfg.path else _standard_library()
+    everything = [text for texts in files.values() for text in texts]
+    if not everything:
+        raise ValueError(f"path={cfg.path!r} holds no text")
+    if cfg.validation_path:
+        held = [text for texts in _read(cfg.validation_path).values() for text in texts]
+        if not held:
+            raise ValueError(f"validation_path={cfg.validation_path!r} holds no text")
+        return Documents(everything, held, cut=False)
+    if len(everything) == 1 and cfg.validation_fraction:
+        text = everything[0]
+        at = round(len(text) * (1 - cfg.validation_fraction))
+        return Documents([text[:at]], [text[at:]] if text[at:] else [], cut=True)
+    if len(files) == 1:
+        return Documents(*_split_end(everything, cfg.validation_fraction), cut=False)
+    held_names = held_out(files, cfg.validation_fraction)
+    train = [text for name, texts in files.items() if name not in held_names for text in texts]
+    return Documents(train, [text for name, texts in files.items() if name in held_names for text in texts], cut=False)
+
+
+def held_out(names: Iterable[str], fraction: float) -> set[str]:
+    """About ``fraction`` of the names, by their hash: a name's side does not depend on the others. Of two names or more
+    at least one falls on either side (none is held out for fraction 0)."""
+    ordered = sorted(set(names), key=unit_hash)
+    if not fraction or len(ordered) < 2:
+        return set()
+    count = sum(unit_hash(name) < fraction for name in ordered)
+    return set(ordered[: min(max(count, 1), len(ordered) - 1)])
+
+
+def unit_hash(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+
+
+def absent(path: str) -> str:
+    """What to say of a path that does not exist: the part that is missing, and the nearest name beside it."""
+    folder, name = os.path.split(os.path.normpath(path))
+    if not os.path.isdir(folder or "."):
+        return f"{path} does not exist: there is no folder {folder}"
+    close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
+    return f"{path} does not exist" + (f"; did you mean {os.path.join(folder, close[0])!r}?" if close else "")
+
+
+def decode(path: Path, data: bytes) -> str:
+    """UTF-8 text, line ends as they are. Raises ValueError naming the file and the first byte that is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path}, line {line}: byte {error.start} is not UTF-8; convert it, or leave it out by a glob"
+        ) from None
+
+
+def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    """Whole documents from the end until they make up ``fraction`` of the characters; at least one stays in front."""
+    left, at = sum(map(len, texts)) * fraction, len(texts)
+    while left > 0 and at > 1:
+        at -= 1
+        left -= len(texts[at])
+    return texts[:at], texts[at:]
+
+
+def _read(pattern: str) -> dict[str, list[str]]:
+    """Documents by file; names are relative to the folder, or to the fixed part of the glob, with '/' between parts."""
+    if os.path.isfile(pattern):
+        root, found = Path(pattern).parent, [Path(pattern)]
+    elif os.path.isdir(pattern):
+        root = Path(pattern)
+        found = [p for p in root.rglob("*") if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    elif glob.has_magic(pattern):
+        fixed = Path(pattern).parts
+        fixed = fixed[: next(i for i, part in enumerate(fixed) if glob.has_magic(part))]
+        root, found = Path(*fixed), [Path(p) for p in glob.glob(pattern, recursive=True)]
+    else:
+        raise ValueError(absent(pattern))
+    by_name = {p.relative_to(root).as_posix(): p for p in found if p.is_file()}
+    if not by_name:
+        raise ValueError(f"no file matches {pattern!r}" if glob.has_magic(pattern) else f"folder {pattern} holds no files")
+    files = {name: _documents_of(path) for name, path in sorted(by_name.items())}
+    return {name: texts for name, texts in files.items() if texts}
+
+
+def _documents_of(path: Path) -> list[str]:
+    text = decode(path, path.read_bytes())
+    if path.suffix != ".jsonl":
+        return [text] if text else []
+    texts = [_json_text(f"{path}, line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [text for text in texts if text]
+
+
+def _json_text(where: str, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        has = f"has {', '.join(map(repr, record))}" if isinstance(record, dict) else f"is a {type(record).__name__}"
+        raise ValueError(f'{where}: needs an object with a string "text"; this one {has}')
+    try:
+        record["text"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f'{where}: "text" holds half of a surrogate pair at index {error.start}') from None
+    return record["text"]
+
+
+def _standard_library() -> dict[str, list[str]]:
+    """Python source of the running interpreter, without tests, installed packages and what depends on the build."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).parts
+        if _NOT_LIBRARY & set(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
+            continue
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if text:
+            files["/".join(parts)] = [text]
+    return dict(sorted(files.items()))

@@ -1,0 +1,80 @@
+"""What a model has learned: loss over a validation split, exact match on pairs, a sample of text."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxformer.config import ModelConfig
+from jaxformer.decode.generate import GREEDY, Sampling, generate
+from jaxformer.training.loss import means
+
+
+def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_bytes: int = 0) -> dict[str, float]:
+    """loss (nats a token), accuracy and, where the split's size in bytes is known, bits_per_byte.
+
+    evaluate: the compiled ``make_evaluate(cfg)``, with the batch's placement.
+    """
+    sums: dict[str, Any] = {}
+    for batch in batches:
+        for name, value in evaluate(params, batch).items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    metrics = {name: float(value) for name, value in means(sums).items() if name != "weight"}
+    if text_bytes:
+        metrics["bits_per_byte"] = sums["nll"] / text_bytes / math.log(2)
+    return metrics
+
+
+def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
+    """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
+    encoded = [tok.encode(text, eos=True) for text in sources]
+    width = max(map(len, encoded))
+    ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)
+    valid = np.arange(width) < np.array([len(ids) for ids in encoded])[:, None]
+    outputs = []
+    for start in range(0, len(sources), batch_size):
+        rows = slice(start, start + batch_size)
+        out = generate(
+            params,
+            None,
+            cfg,
+            max_new_tokens=length,
+            eos=(tok.eos_id,),
+            pad=tok.pad_id,
+            source=ids[rows],
+            source_valid=valid[rows],
+        )
+        outputs += [_text(tok, row, count) for row, count in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)]
+    return outputs
+
+
+def exact_match(params: Any, cfg: ModelConfig, tok: Any, pairs: Sequence[tuple[str, str]], length: int) -> float:
+    """Share of pairs whose greedy output is the target, character for character."""
+    outputs = translate(params, cfg, tok, [source for source, _ in pairs], length)
+    return sum(out == target for out, (_, target) in zip(outputs, pairs, strict=True)) / len(pairs)
+
+
+def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0) -> str:
+    """``prompt`` and what the model writes after it, up to an end token."""
+    ids = tok.encode(prompt) or [tok.eos_id]
+    if cfg.position == "learned":
+        tokens = max(1, min(tokens, cfg.max_length - len(ids)))
+    sampling = Sampling(temperature=temperature) if temperature else GREEDY
+    out = generate(
+        params,
+        [ids],
+        cfg,
+        max_new_tokens=tokens,
+        sampling=sampling,
+        key=jax.random.key(seed),
+        eos=(tok.eos_id,),
+        pad=tok.pad_id,
+    )
+    return tok.decode(ids + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist())
+
+
+def _text(tok, row, count) -> str:
+    ids = row[:count].tolist()
+    return tok.decode(ids[:-1] if ids and ids[-1] == tok.eos_id else ids)

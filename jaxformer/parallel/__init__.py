@@ -1,0 +1,1 @@
+"""One pure update on many devices."""

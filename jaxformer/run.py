@@ -1,0 +1,195 @@
+"""A run: what ``train.py`` is told, where it keeps what it makes, and how that is loaded again."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxformer import spec as specs
+from jaxformer.component import nearest
+from jaxformer.config import ModelConfig, Strict, from_dict, to_json
+from jaxformer.data import DataConfig, tokenizer
+from jaxformer.nn import model
+from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.training.optim import OptimConfig
+
+
+@dataclass(frozen=True)
+class TrainConfig(Strict):
+    """How long and how to train, and what to show."""
+
+    steps: int = 1000
+    """Updates in all."""
+    eval_every: int = 250
+    """Steps between evaluations, each with a sample; the state is saved then too."""
+    log_every: int = 10
+    """Steps between records in metrics.jsonl."""
+    keep: int = 2
+    """Newest checkpoints to keep; the one of lowest validation loss is kept besides."""
+    microbatches: int = 1
+    """Parts that a batch is computed in, one after another: the same numbers in less memory."""
+    label_smoothing: float = 0.0
+    """Share of the target probability that is spread over the whole vocabulary."""
+    loss_chunk: int | None = None
+    """Positions whose logits exist at a time; None: all."""
+    parallel: Literal["jit", "pmap"] = "jit"
+    """How the rows of a batch are spread over the devices."""
+    seed: int = 0
+    """Of the initial parameters and of dropout."""
+    prompt: str = "def "
+    """What samples continue."""
+    sample_tokens: int = 200
+    """Tokens in a sample; 0: none."""
+    temperature: float = 0.8
+    """Of samples."""
+
+    def __post_init__(self):
+        for name in ("steps", "eval_every", "log_every", "keep", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"train.label_smoothing={self.label_smoothing} is outside [0, 1)")
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"train.loss_chunk={self.loss_chunk} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config(Strict):
+    """A whole run."""
+
+    model: ModelConfig
+    """What the model is. Its vocab_size grows to the tokenizer's."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """What it is trained on."""
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    """How it is optimised."""
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    """How long, and what to show."""
+    run_dir: str = ""
+    """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
+
+
+EXECUTION_FIELDS = ("scan", "remat", "dtype", "attention_dropout", "residual_dropout", "embedding_dropout")
+"""Fields of the model that may change when a run goes on: the function that its parameters define stays the same."""
+
+
+def parse(arguments: list[str], default: Path) -> Config:
+    """``[CONFIG.py] [--field value ...]`` as a config; ``--help`` explains every field."""
+    import tyro
+
+    path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
+    config, description = read_config(path)
+    if not config.run_dir:
+        config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
+    rest = arguments[1:] if path is not default else arguments
+    return tyro.cli(Config, default=config, args=rest, description=f"{path}: {description}", prog="train.py [CONFIG.py]")
+
+
+def read_config(path: Path) -> tuple[Config, str]:
+    """The ``config`` of a Python file, and the file's docstring."""
+    if not path.is_file():
+        known = [str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py")]
+        raise ValueError(f"no config file {path}{nearest(str(path), known)}")
+    loader = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+    assert loader and loader.loader
+    module = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise ValueError(f"{path} must define config = jaxformer.Config(...), not {type(config).__name__}")
+    return config, (module.__doc__ or "").strip()
+
+
+def open_run(config: Config) -> tuple[Path, Any, list[str]]:
+    """The run's directory, its tokenizer if it has one already, and what differs from how the run began.
+
+    Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
+    """
+    directory = Path(config.run_dir)
+    if directory.is_dir() and not (directory / "config.json").exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
+    if not (directory / "config.json").exists():
+        return directory, None, []
+    before = read_run(directory)
+    old, new = _fields(before), _fields(config)
+    changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
+    _refuse_architecture(before.model, config.model, changed, old, new, directory)
+    notes = [f"{name}: {old.get(name)} -> {new[name]}" for name in changed if name != "model.vocab_size"]
+    return directory, tokenizer.load(directory), notes
+
+
+def write_run(directory: Path, config: Config, tok: Any) -> None:
+    """Writes config.json and the tokenizer; the run can then be loaded and gone on with."""
+    text = to_json(config)  # refuses before anything is written
+    directory.mkdir(parents=True, exist_ok=True)
+    tok.save(directory)
+    partial = directory / "config.json.tmp"
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, directory / "config.json")
+
+
+def read_run(directory: Path) -> Config:
+    """The config of a run. Raises ValueError or FileNotFoundError that says what is wrong with it."""
+    path = directory / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
+    try:
+        return from_dict(Config, json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def load(run_directory: str | Path) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint.
+
+    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
+    """
+    directory = Path(run_directory)
+    cfg = read_run(directory).model
+    like = specs.abstract(model.spec(cfg), cfg)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    try:
+        params = checkpoints.restore_params(like)
+    finally:
+        checkpoints.close()
+    return cfg, params, tokenizer.load(directory)
+
+
+def fit_tokenizer(cfg: ModelConfig, tok: Any) -> ModelConfig:
+    """``cfg`` with a vocabulary that holds the tokenizer's, and the start token of an encoder–decoder."""
+    cfg = dataclasses.replace(cfg, vocab_size=max(cfg.vocab_size, tok.vocab_size))
+    if cfg.encoder_layers and cfg.start_token is None:
+        cfg = dataclasses.replace(cfg, start_token=tok.bos_id)
+    return cfg
+
+
+def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    """``dotted name -> value``."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= _fields(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def _refuse_architecture(before: ModelConfig, now: ModelConfig, changed, old, new, directory: Path) -> None:
+    fixed = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in EXECUTION_FIELDS]
+    # The file's vocab_size and start_token have been fitted to the tokenizer; the command line's not yet.
+    if new["model.vocab_size"] <= old["model.vocab_size"]:
+        now = dataclasses.replace(now, vocab_size=before.vocab_size, start_token=before.start_token)
+        fixed = [name for name in fixed if name not in ("model.vocab_size", "model.start_token")]
+    if not fixed:
+        return
+    shapes = [{p: param.shape(cfg) for p, param in specs.walk(model.spec(cfg))} for cfg in (now, before)]
+    lines = [f"  {name}: {old.get(name)} there, {new[name]} now" for name in fixed]
+    tree = specs.diff(*shapes)
+    raise ValueError(
+        f"{directory} holds a run of another architecture; choose another --run-dir, or go back:\n"
+        + "\n".join(lines + (["parameters (expected now, found there):", *tree] if tree else []))
+    )

@@ -1,0 +1,1 @@
+"""Loss, optimizer, one pure update, checkpoints, metrics."""

@@ -1,0 +1,149 @@
+"""What a person sees of a run, and what stays of it: progress bar, metrics.jsonl, TensorBoard events, loss.png."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_EVERY = 10.0
+"""Seconds between lines where the output is not a terminal and a bar would be noise."""
+
+
+class Report:
+    """Of one run in ``directory``, from update ``start`` to ``steps``. Records after ``start`` (of updates that a crash has
+    undone) are dropped. ``fetch`` turns a step's metrics into floats. Use as a context manager."""
+
+    def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
+        from tensorboardX import SummaryWriter
+
+        self.directory, self.console = directory, Console(highlight=False)
+        self._path = directory / "metrics.jsonl"
+        _keep_until(self._path, start)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+        self._steps, self._log_every, self._fetch = steps, log_every, fetch
+        self._pending: tuple[int, Any] | None = None
+        self._clock: float | None = None
+        self._first, self._tokens, self._last_plain = start, 0.0, -math.inf
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=start, shown="")
+
+    def __enter__(self) -> "Report":
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            if kind is None:
+                self._show_pending()
+        finally:
+            self._bar.stop()
+            self._file.close()
+            self._events.close()
+
+    def train(self, step: int, metrics: Any) -> None:
+        """After update ``step`` has been dispatched. Shown when the next one has: to read the metrics now would wait."""
+        self._show_pending()
+        self._pending = (step, metrics)
+
+    def _show_pending(self) -> None:
+        if self._pending is None:
+            return
+        step, metrics = self._pending[0], self._fetch(self._pending[1])
+        self._pending = None
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"the loss of step {step} is {metrics['loss']}: lower optim.lr or look at the data")
+        if self._clock is None:  # the first step was compilation; the clock starts after it
+            self._clock, self._first = time.perf_counter(), step
+            return
+        self._tokens += metrics["weight"]
+        elapsed = time.perf_counter() - self._clock
+        speed = self._tokens / elapsed
+        shown = f"loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, shown=shown)
+        if step % self._log_every == 0:
+            self._write(step, "train", metrics | {"tokens_per_second": speed})
+        if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY:
+            self._last_plain = time.perf_counter()
+            left = (self._steps - step) * elapsed / (step - self._first)
+            self.console.print(f"step {step}/{self._steps}  {shown}  left {left / 60:.1f} min")
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """After an evaluation: written to the files, shown, and drawn."""
+        self._show_pending()
+        self._write(step, "validation", metrics)
+        self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+        draw_losses(self._path, self.directory / "loss.png")
+
+    def sample(self, step: int, title: str, text: str) -> None:
+        """A sample of what the model writes."""
+        self._events.add_text("sample", f"```\n{text}\n```", step)
+        self.console.rule(title, align="left", style="dim")
+        self.console.print(Text(text))
+        self.console.rule(style="dim")
+
+    def _write(self, step: int, kind: str, metrics: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, "kind": kind} | metrics) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._events.add_scalar(f"{kind}/{name}", value, step)
+        self._events.flush()
+
+
+def results(console: Console, title: str, rows: dict[str, Any]) -> None:
+    """A table of two columns."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def draw_losses(path: Path, image: Path) -> None:
+    """Training and validation loss against the step, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats a token")
+    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("validation", {"marker": "o"})):
+        points = [(r["step"], r["loss"]) for r in records(path) if r["kind"] == kind]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=kind, **style)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    partial = image.with_suffix(".tmp.png")
+    figure.savefig(partial, dpi=120)
+    os.replace(partial, image)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    kept = [json.dumps(record) + "\n" for record in records(path) if record["step"] <= step]
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(kept), encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,138 @@
+"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...]``. ``--help`` explains every field.
+
+Starting again in the same run directory goes on from the last checkpoint, exactly.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxformer import data, evaluate, run
+from jaxformer import spec as specs
+from jaxformer.nn import model
+from jaxformer.parallel.data import PLACEMENTS, Placement
+from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.training.report import Report, results
+from jaxformer.training.step import init_state, make_evaluate, make_update
+
+DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
+
+
+def main(config: run.Config) -> None:
+    directory, tok, changes = run.open_run(config)
+    corpus = data.load(config.data, tok)
+    tok = corpus.tokenizer
+    cfg = run.fit_tokenizer(config.model, tok)
+    config = dataclasses.replace(config, model=cfg)
+    train = config.train
+    run.write_run(directory, config, tok)
+
+    placement = place(config)
+    fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
+    checkpoints = Checkpoints(directory / "checkpoints", train.keep)
+    restored = checkpoints.restore(jax.eval_shape(fresh))
+    start = 0 if restored is None else int(restored.step)
+    state = placement.put_state(fresh() if restored is None else restored)
+
+    began = time.perf_counter()
+    compiled = jax.jit(make_evaluate(cfg))
+    score: dict[str, float] = {}
+    with Report(directory, start, train.steps, train.log_every, placement.get_metrics) as report, stop_signal() as stop:
+        announce(report.console, config, corpus.summary, changes, start)
+        batches = data.iterate(corpus.train, start)
+        for step in range(start + 1, train.steps + 1):
+            state, metrics = placement.step(state, placement.put_batch(next(batches)))
+            report.train(step, metrics)
+            if stop:
+                break
+            if step % train.eval_every == 0 or step == train.steps:
+                whole = placement.get_state(state)
+                held_out = map(placement.put_evaluation, corpus.validation)
+                score = evaluate.validation(compiled, whole.params, held_out, corpus.validation_bytes)
+                report.validation(step, score)
+                report.sample(step, *sample(whole.params, config, corpus))
+                checkpoints.save(whole, score["loss"])
+    whole = placement.get_state(state)
+    checkpoints.save(whole)  # nothing to do unless stopped between evaluations
+    checkpoints.wait()
+    if stop:
+        print(f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there.")
+        return
+    if corpus.test_pairs:
+        score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
+    summary: dict[str, object] = {name: f"{value:.4f}" for name, value in score.items()}
+    summary |= {"best checkpoint": checkpoints.best_step(), "time": f"{time.perf_counter() - began:.0f} s"}
+    summary |= {
+        "curves": f"{directory}/loss.png, tensorboard --logdir {directory}",
+        "records": f"{directory}/metrics.jsonl",
+    }
+    results(
+        report.console,
+        f"Results after {train.steps} steps",
+        summary | {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"},
+    )
+    checkpoints.close()
+
+
+def place(config: run.Config) -> Placement:
+    """The update, compiled for the devices."""
+    cfg, train = config.model, config.train
+    options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk")}
+    return PLACEMENTS[train.parallel](
+        lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
+    )
+
+
+def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
+    """A title and a text: what the model makes of a held-out source, or of the prompt."""
+    cfg, tok, train = config.model, corpus.tokenizer, config.train
+    if cfg.encoder_layers:
+        pairs = corpus.test_pairs[:5]
+        outputs = evaluate.translate(params, cfg, tok, [source for source, _ in pairs], config.data.length)
+        lines = [f"{s} -> {out}" + ("" if out == t else f"   (right: {t})") for (s, t), out in zip(pairs, outputs, strict=True)]
+        return "held-out pairs", "\n".join(lines)
+    text = evaluate.continuation(params, cfg, tok, train.prompt, train.sample_tokens, train.temperature, train.seed)
+    return f"sample, temperature {train.temperature}", text
+
+
+def announce(console, config: run.Config, corpus: dict[str, int], changes: list[str], start: int) -> None:
+    """What is about to happen."""
+    cfg = config.model
+    console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
+    console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if start:
+        console.print(f"going on from step {start} in {config.run_dir}")
+    for change in changes:
+        console.print(f"[yellow]differs from how the run began[/]: {change}")
+
+
+@contextlib.contextmanager
+def stop_signal() -> Iterator[list[int]]:
+    """A list that is empty until Ctrl-C or SIGTERM asks to stop; a second Ctrl-C stops at once."""
+    asked: list[int] = []
+
+    def ask(number, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    try:
+        main(run.parse(sys.argv[1:], DEFAULT))
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
