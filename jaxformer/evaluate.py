@@ -56,23 +56,27 @@ def exact_match(params: Any, cfg: ModelConfig, tok: Any, pairs: Sequence[tuple[s
     return sum(out == target for out, (_, target) in zip(outputs, pairs, strict=True)) / len(pairs)
 
 
-def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0) -> str:
-    """``prompt`` and what the model writes after it, up to an end token."""
-    ids = tok.encode(prompt) or [tok.eos_id]
-    if cfg.position == "learned":
-        tokens = max(1, min(tokens, cfg.max_length - len(ids)))
+def continuation(
+    params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0
+) -> str:
+    """``prompt`` and what the model writes after it, up to an end token or ``tokens`` tokens.
+
+    Beyond ``cfg.max_length`` the model goes on from the last half of that: no position is used that it was not made for.
+    """
     sampling = Sampling(temperature=temperature) if temperature else GREEDY
-    out = generate(
-        params,
-        [ids],
-        cfg,
-        max_new_tokens=tokens,
-        sampling=sampling,
-        key=jax.random.key(seed),
-        eos=(tok.eos_id,),
-        pad=tok.pad_id,
-    )
-    return tok.decode(ids + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist())
+    text, key = tok.encode(prompt) or [tok.eos_id], jax.random.key(seed)
+    goal = len(text) + tokens
+    while len(text) < goal:
+        read = text if len(text) < cfg.max_length else text[-max(1, cfg.max_length // 2) :]
+        room = min(goal - len(text), cfg.max_length - len(read))
+        key, own = jax.random.split(key)
+        out = generate(
+            params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=(tok.eos_id,), pad=tok.pad_id
+        )
+        text = text + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
+        if text[-1] == tok.eos_id:
+            break
+    return tok.decode(text)
 
 
 def _text(tok, row, count) -> str:

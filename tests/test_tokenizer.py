@@ -113,6 +113,7 @@ def test_a_foreign_model_decides_about_spaces():
     assert theirs.encode("the fox", out_type=str) != plain._model.encode("the fox", out_type=str)  # the prefix shows
     for text in ("the fox", " the fox", "the  fox ", "", " ", "the\u2581fox", "<s>", "the\nfox"):
         assert ours.encode(text) == theirs.encode(text)
+        assert plain.encode(text) == plain._model.encode(text)
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
     assert ours.decode(ours.encode("the  fox ")) == "the fox"  # merged by the model, not by us
     assert plain.decode(plain.encode(" the  fox ")) == " the  fox "

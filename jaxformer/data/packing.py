@@ -37,7 +37,7 @@ class Batches(Sequence[Any]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, i):
+    def __getitem__(self, i) -> Any:
         if not -self.size <= i < self.size:
             raise IndexError(f"there is no batch {i} among {self.size}")
         return self.make(i % self.size)
@@ -142,7 +142,7 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: slice = sl
 
     last = len(stream.tokens) - 1 - cfg.length  # the last start of a full row; negative if there is none
     if len(stream.tokens) < 2:
-        raise ValueError(f"the training split has {len(stream.tokens)} tokens: too few to predict one")
+        raise ValueError(f"the training split has too few tokens ({len(stream.tokens)}) to predict one from another")
 
     def start(stratum: int, rng: np.random.Generator) -> int:
         low = stratum * cfg.length

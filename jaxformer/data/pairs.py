@@ -96,7 +96,11 @@ def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: slice
 def validation_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> Batches:
     """Batches of one shape of the pairs in their order; rows that fill the last one have weight 0."""
     chosen = encoded.kept[packing.evenly(len(encoded.kept), cfg.validation_rows)]
-    return packing.in_batches(chosen, -1, cfg.batch_size, lambda numbers_B: _numbered(encoded, numbers_B[rows], cfg, tok))
+
+    def make(numbers_B: np.ndarray) -> Batch:
+        return _numbered(encoded, numbers_B[rows], cfg, tok)
+
+    return packing.in_batches(chosen, -1, cfg.batch_size, make)  # number -1 is an empty pair
 
 
 def date_batches(cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> Any:

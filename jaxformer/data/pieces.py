@@ -10,7 +10,7 @@ _CHUNK = 2_000  # characters of one training sentence; line breaks inside it bec
 
 
 def sampled(texts: Sequence[str]) -> Iterator[str]:
-    """At most 4 M characters of the texts, in short parts spread evenly over all of them."""
+    """About 4 M characters, at most, of the texts, in short parts spread evenly over all of them."""
     step = -(-sum(map(len, texts)) // _SAMPLE)
     chunks = (text[i : i + _CHUNK] for text in texts for i in range(0, len(text), _CHUNK))
     return itertools.islice(chunks, 0, None, step)

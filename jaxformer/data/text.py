@@ -110,7 +110,7 @@ def _read(pattern: str) -> dict[str, list[str]]:
         raise ValueError(absent(pattern))
     by_name = {p.relative_to(root).as_posix(): p for p in found if p.is_file()}
     if not by_name:
-        raise ValueError(f"no file matches {pattern!r}" if glob.has_magic(pattern) else f"folder {pattern} holds no files")
+        raise ValueError(f"no file in folder {pattern}" if os.path.isdir(pattern) else f"no file matches {pattern!r}")
     files = {name: _documents_of(path) for name, path in sorted(by_name.items())}
     return {name: texts for name, texts in files.items() if texts}
 
@@ -139,10 +139,11 @@ def _json_text(where: str, line: str) -> str:
 
 
 def _standard_library() -> dict[str, list[str]]:
-    """Python source of the running interpreter, without tests, installed packages and what depends on the build."""
+    """Python source of the running interpreter, without tests, installed packages, what depends on the build, and
+    copies of a file (one could be held out while the other trains)."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = {}
-    for path in root.rglob("*.py"):
+    names: dict[str, str] = {}
+    for path in sorted(root.rglob("*.py"), reverse=True):
         parts = path.relative_to(root).parts
         if _NOT_LIBRARY & set(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
             continue
@@ -151,5 +152,5 @@ def _standard_library() -> dict[str, list[str]]:
         except UnicodeDecodeError:
             continue
         if text:
-            files["/".join(parts)] = [text]
-    return dict(sorted(files.items()))
+            names[text] = "/".join(parts)
+    return {name: [text] for text, name in sorted(names.items(), key=lambda item: item[1])}

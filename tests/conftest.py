@@ -1,0 +1,14 @@
+"""Eight simulated devices and one compilation cache for all tests. Set before jax is imported."""
+
+import os
+import tempfile
+from pathlib import Path
+
+CACHE = Path(tempfile.gettempdir()) / f"jaxformer-tests-{os.getuid()}"
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAXFORMER_CACHE", str(CACHE / "data"))

@@ -1,0 +1,102 @@
+"""Components from outside the library, written as a user would write them."""
+
+import jax
+import jax.numpy as jnp
+
+import jaxformer as jf
+from jaxformer.component import Component
+from jaxformer.nn.dense import dense
+
+# A feed-forward: this module is itself a component, and so are an object and a class of the same two functions.
+
+
+def spec(cfg):
+    return {"up": jf.kernel(cfg, "D", "F"), "down": jf.kernel(cfg, "F", "D", residual=True)}
+
+
+def apply(params, x_BTD, cfg):
+    """Squared ReLU (So et al. 2021)."""
+    hidden_BTF = jnp.square(jax.nn.relu(dense("BTD,DF->BTF", x_BTD, params["up"])))
+    return dense("BTF,FD->BTD", jf.named(hidden_BTF, "hidden", "BTF", cfg), params["down"])
+
+
+squared_relu = Component(spec, apply)
+
+
+class SquaredRelu:
+    spec = staticmethod(spec)
+    apply = staticmethod(apply)
+
+
+tanh_mlp = jf.mlp.choice(jnp.tanh, gated=False)
+"""Made by the library's own helper."""
+
+
+def slopes(heads: int) -> list[float]:
+    """One slope a head (Press et al. 2022, and their code for a number of heads that is no power of two)."""
+    power = 2 ** (heads.bit_length() - 1)
+    own = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    return own if power == heads else own + slopes(2 * power)[::2][: heads - power]
+
+
+class Alibi:
+    """Attention with linear biases: a score falls with the distance, at each head's own slope."""
+
+    site = "scores"
+
+    @staticmethod
+    def spec(cfg):
+        return {}
+
+    @staticmethod
+    def apply(params, positions, cfg):
+        query_BT, key_BS = positions
+        distance_BTS = jnp.abs(query_BT[:, :, None] - key_BS[:, None, :])
+        slopes_KG = jnp.array(slopes(cfg.n_heads)).reshape(cfg.n_kv_heads, -1)
+        return -slopes_KG[:, :, None, None] * distance_BTS[:, None, None]
+
+
+alibi = Component(Alibi.spec, Alibi.apply, site="scores")
+
+
+class ScaleNorm:
+    """One gain over the whole length of the vector (Nguyen & Salazar 2019)."""
+
+    @staticmethod
+    def spec(cfg, dim="D"):
+        return {"gain": jf.gain("")}
+
+    @staticmethod
+    def apply(params, x, cfg):
+        return params["gain"] * x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + cfg.norm_eps)
+
+
+class PlainNorm:
+    """RMSNorm that has no parameters at all."""
+
+    @staticmethod
+    def spec(cfg, dim="D"):
+        return {}
+
+    @staticmethod
+    def apply(params, x, cfg):
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + cfg.norm_eps)
+
+
+class MeanAttention:
+    """Attention without queries: every position reads the mean of the values it may see."""
+
+    @staticmethod
+    def spec(cfg):
+        return {"value": jf.kernel(cfg, "D", "KH"), "out": jf.kernel(cfg, "KH", "D", residual=True)}
+
+    @staticmethod
+    def apply(params, x_BTD, cfg, *, places=None, position_params=None, memory=None, extend=None, key=None):
+        places = jf.mask.arange(x_BTD.shape[1]) if places is None else places
+        v_BKSH = dense("BSD,DKH->BKSH", x_BTD, params["value"])
+        kept = (v_BKSH, v_BKSH, places) if memory is None else memory
+        _, v_BKSH, key_places = kept if extend is None else extend(kept)
+        mask_BTS = jf.mask.visible(places, key_places, causal=cfg.causal, window=cfg.window).astype(v_BKSH.dtype)
+        weights_BTS = mask_BTS / jnp.maximum(mask_BTS.sum(-1, keepdims=True), 1)
+        mixed_BKTH = jnp.einsum("BTS,BKSH->BKTH", jnp.broadcast_to(weights_BTS, (len(x_BTD), *mask_BTS.shape[1:])), v_BKSH)
+        return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"])
