@@ -23,7 +23,7 @@ def main() -> None:
 
     cfg, params, tok = jf.load(arguments.run)
     target = translate(params, cfg, tok, [arguments.source], cfg.max_length)[0]
-    source, tokens = (np.array([ids]) for ids in (tok.encode(arguments.source, eos=True), tok.encode(target, bos=True)))
+    source, tokens = (np.array([ids]) for ids in (tok.encode(arguments.source), tok.encode(target, bos=True)))
     forward = jf.capture(lambda: jf.forward(params, tokens, cfg, source=source), "*cross_attention.weights")
     _, seen = forward()
     weights_TS = np.mean([np.asarray(weights)[0].mean((0, 1)) for weights in seen.values()], axis=0)
@@ -31,7 +31,7 @@ def main() -> None:
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot(title=f"{arguments.source}  →  {target}", xlabel="read", ylabel="written")
     image = axes.imshow(weights_TS, cmap="viridis", vmin=0, aspect="auto")
-    axes.set_xticks(range(source.shape[1]), [*arguments.source.replace(" ", "␣"), "end"])
+    axes.set_xticks(range(source.shape[1]), [*arguments.source.replace(" ", "␣")])
     axes.set_yticks(range(tokens.shape[1]), [*target, "end"])
     figure.colorbar(image, label="weight, mean over layers and heads")
     arguments.image.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_by
 
 def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
     """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
-    encoded = [tok.encode(text, eos=True) for text in sources]
+    encoded = [tok.encode(text) for text in sources]
     width = max(map(len, encoded))
     ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)
     valid = np.arange(width) < np.array([len(ids) for ids in encoded])[:, None]

@@ -393,7 +393,7 @@ def test_pairs_errors(tmp_path):
 
 
 def test_pair_batches(tmp_path):
-    folder = write(tmp_path, {"t.tsv": "ab\txyz\nabcd\tx\na\twxyz\n", "v.tsv": "abc\tx\nab\txy\nfive5\tx\n"})
+    folder = write(tmp_path, {"t.tsv": "abcd\tx\na\twxyz\nab\txyz\n", "v.tsv": "abc\tx\nab\txy\nfive5\tx\n"})
     fields = {"path": f"{folder}/t.tsv", "validation_path": f"{folder}/v.tsv"}
     cfg = DataConfig(task="pairs", **fields, tokenizer="byte", source_length=3, length=4, batch_size=3)
     data, bos = load(cfg), BYTE.bos_id

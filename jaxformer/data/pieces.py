@@ -5,12 +5,12 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-_SAMPLE = 4_000_000  # characters that a model learns from: seconds, and more text hardly changes the pieces
+_SAMPLE = 3_000_000  # characters that a model learns from: seconds, and more text hardly changes the pieces
 _CHUNK = 2_000  # characters of one training sentence; line breaks inside it become parts of pieces
 
 
 def sampled(texts: Sequence[str]) -> Iterator[str]:
-    """About 4 M characters, at most, of the texts, in short parts spread evenly over all of them."""
+    """About 3 M characters, at most, of the texts, in short parts spread evenly over all of them."""
     step = -(-sum(map(len, texts)) // _SAMPLE)
     chunks = (text[i : i + _CHUNK] for text in texts for i in range(0, len(text), _CHUNK))
     return itertools.islice(chunks, 0, None, step)
