@@ -1,10 +1,15 @@
-"""Dates"""
+"""The 2017 encoder–decoder, small, learns to read dates: "the 3rd of May, 1998" to "1998-05-03". Character by character.
+
+    python train.py configs/dates.py
+
+@DATES_DOC@
+"""
 
 import jaxformer as jf
 
 config = jf.Config(
-    model=jf.presets.transformer_base(vocab_size=64, d_model=128, n_layers=2, n_heads=4, max_length=64),
+    model=jf.presets.transformer_base(vocab_size=62, d_model=128, n_layers=2, n_heads=4, max_length=64),
     data=jf.DataConfig(task="dates", tokenizer="char", length=12, source_length=40, batch_size=64),
-    optim=jf.OptimConfig(lr=1e-3, warmup_steps=200, schedule="inverse_sqrt"),
-    train=jf.TrainConfig(steps=3000, eval_every=500),
+    optim=jf.OptimConfig(lr=2e-3, warmup_steps=200),
+    train=jf.TrainConfig(steps=1300, eval_every=325),
 )

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(tempfile.gettempdir()) / f"jaxformer-tests-{os.getuid()}"
 DEVICES = "--xla_force_host_platform_device_count=8"
 
@@ -12,3 +14,13 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAXFORMER_CACHE", str(CACHE / "data"))
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tests that compile far more than they compute: XLA without optimisation, in half the time."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,5 +1,6 @@
-"""Generation: greedy against the uncached forward, caches filled in chunks, padding, ends of rows (rules 2, 12 to 16)."""
+"""Generation: greedy against the uncached forward, chunks through the cache, padding, ends (rules 2, 12 to 16)."""
 
+import dataclasses
 import functools
 import re
 
@@ -12,32 +13,31 @@ import tiny
 import jaxformer as jf
 from jaxformer.decode.generate import _generate
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 9, 11], [7, 3, 20, 41, 13, 8, 30]]
 NEW = 5
+LENGTH = 12
 FILLER = 66  # stands where padding does; its embedding is no zero
 
 forward = jax.jit(jf.forward, static_argnums=2)
 
 
 def close(found, expected):
-    # float32 sums in another order: about a hundred roundings of the largest logit in three layers
+    # float32 sums in another order: about a hundred roundings of the largest logit in two layers
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def row_inputs(cfg, row, trim=True):
-    """The source of one row, alone."""
+def row_inputs(cfg, row):
+    """The source of one row, without its padding."""
     given = tiny.inputs(cfg)
-    if not given:
-        return {}
-    width = int(given["source_valid"][row].sum()) if trim else given["source"].shape[1]
-    return {"source": given["source"][row : row + 1, :width]}
+    return {"source": given["source"][row : row + 1][:, given["source_valid"][row]]} if given else {}
 
 
 def greedy(params, cfg, prompt, given):
     """Tokens and their log-probabilities, by running the forward without a cache again for every token."""
     ids, logprobs = list(prompt), []
     for _ in range(NEW):
-        padded = np.array([ids + [FILLER] * (12 - len(ids))])
+        padded = np.array([ids + [FILLER] * (LENGTH - len(ids))])
         logits = np.asarray(forward(params, padded, cfg, **given))[0, len(ids) - 1]
         best, second = np.sort(logits)[::-1][:2]
         assert best - second > 1e-3, "a near tie would make the comparison of tokens meaningless"
@@ -49,7 +49,9 @@ def greedy(params, cfg, prompt, given):
 @functools.cache
 def model(name):
     cfg = tiny.PRESETS[name]
-    return cfg, tiny.perturbed(cfg)
+    window = cfg.window[:2] if isinstance(cfg.window, tuple) else cfg.window
+    cfg = dataclasses.replace(cfg, n_layers=2, encoder_layers=min(cfg.encoder_layers, 2), window=window)
+    return cfg, tiny.drawn(cfg)
 
 
 @functools.cache
@@ -91,14 +93,12 @@ def test_greedy_is_the_uncached_argmax_and_padding_changes_nothing(name):
 def test_chunks_through_the_cache_are_the_whole_forward(name):
     """A prefill of p tokens, then single steps, in a cache longer than the sequence (rule 2)."""
     cfg, params = model(name)
-    tokens, given = tiny.tokens(cfg), tiny.inputs(cfg)
-    length = tokens.shape[1]
+    tokens, given, length = tiny.tokens(cfg, 1, LENGTH), row_inputs(cfg, 1), LENGTH
     whole = np.asarray(forward(params, tokens, cfg, **given))
-    tail = np.asarray(forward(params, tokens[:, -1:], cfg, **given))
-    assert np.abs(tail - whole[:, -1:]).max() > 0.1, "the history matters"
+    other = np.asarray(forward(params, np.where(np.arange(length) < length - 1, 4, tokens), cfg, **given))
+    assert np.abs(other - whole)[:, -1].max() > 0.1, "the history matters"
     for first in (1, 2, length - 1):
-        cache = jf.init_cache(cfg, 2, length + 3)
-        logits, cache = forward(params, tokens[:, :first], cfg, cache=cache, **given)
+        logits, cache = forward(params, tokens[:, :first], cfg, cache=jf.init_cache(cfg, 1, length + 3), **given)
         parts = [logits]
         for at in range(first, length):
             logits, cache = forward(params, tokens[:, at : at + 1], cfg, cache=cache)
@@ -122,21 +122,21 @@ def test_middle_chunks_of_several_tokens_and_padding():
 # The end of the cache (rule 12)
 
 
-def filled(cfg, params, length, used):
+def filled(name, length, used):
+    cfg, params = model(name)
     tokens = tiny.tokens(cfg, 1, length)
     _, cache = forward(params, tokens[:, :used], cfg, cache=jf.init_cache(cfg, 1, length))
-    return tokens, cache
+    return cfg, params, tokens, cache
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
 def test_a_write_past_the_end_raises_and_exactly_full_works(name):
-    cfg, params = model(name)
-    tokens, cache = filled(cfg, params, 8, 6)
+    cfg, params, tokens, cache = filled(name, 8, 6)
     with pytest.raises(ValueError, match="3 tokens do not fit: 6 of the cache's 8 slots"):
         jf.forward(params, tokens[:, :3], cfg, cache=cache)
     logits = []
     for at in (6, 7):
-        out, cache = jf.forward(params, tokens[:, at : at + 1], cfg, cache=cache)
+        out, cache = forward(params, tokens[:, at : at + 1], cfg, cache=cache)
         logits.append(out)
     close(np.concatenate(logits, axis=1), np.asarray(forward(params, tokens, cfg))[:, 6:])
     with pytest.raises(ValueError, match="1 tokens do not fit: 8 of the cache's 8 slots"):
@@ -144,8 +144,7 @@ def test_a_write_past_the_end_raises_and_exactly_full_works(name):
 
 
 def test_a_traced_write_past_the_end_gives_nan():
-    cfg, params = model("llama_gqa")
-    tokens, cache = filled(cfg, params, 8, 6)
+    cfg, params, tokens, cache = filled("llama_gqa", 8, 6)
     full, after = forward(params, tokens[:, 6:8], cfg, cache=cache)
     assert np.isfinite(full).all()
     assert np.isnan(forward(params, tokens[:, :1], cfg, cache=after)[0]).all()
@@ -166,11 +165,10 @@ def test_generation_up_to_the_last_row_of_a_learned_table():
 # Ends (rule 14)
 
 
-@pytest.mark.parametrize("ends", [((0, 2),), ((0, 1), (1, 3))])
-def test_after_an_end_a_row_emits_padding_only(ends):
+def test_after_an_end_a_row_emits_padding_only():
     cfg, params = model("llama_mha")
     tokens, logprobs = alone("llama_mha")
-    eos, pad = tuple(int(tokens[at]) for at in ends), 50
+    eos, pad = (int(tokens[0, 1]), int(tokens[1, 3])), 50
     out = jf.generate(params, PROMPTS, cfg, max_new_tokens=NEW, eos=eos, pad=pad)
     counts = []
     for row in range(2):
@@ -181,7 +179,7 @@ def test_after_an_end_a_row_emits_padding_only(ends):
         assert not out.logprobs[row, count:].any()
         counts.append(count)
     np.testing.assert_array_equal(out.lengths, counts)
-    assert min(counts) < NEW
+    assert len(set(counts)) == 2 and min(counts) < NEW, "one row goes on after the other has ended"
 
 
 # Encoder–decoder (rule 15)
@@ -189,8 +187,9 @@ def test_after_an_end_a_row_emits_padding_only(ends):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_encoder_padding_changes_nothing(side):
+    """Nor does it change generation: see the first test, where one source is padded."""
     cfg, params = model("transformer_base")
-    source, tokens = tiny.tokens(cfg, 1, 5, seed=3), tiny.tokens(cfg, 1, 4, seed=4)
+    source, tokens = tiny.tokens(cfg, 1, 5, seed=3), tiny.tokens(cfg, 1, LENGTH, seed=4)
     filler = np.full((1, 2), FILLER)
     wide = np.concatenate([filler, source] if side == "left" else [source, filler], axis=1)
     valid = wide != FILLER
@@ -200,10 +199,6 @@ def test_encoder_padding_changes_nothing(side):
     close(masked, plain)
     other = np.where(valid, wide, 4)
     np.testing.assert_array_equal(forward(params, tokens, cfg, source=other, source_valid=valid), masked)
-    expected = jf.generate(params, None, cfg, max_new_tokens=NEW, source=source)
-    found = jf.generate(params, None, cfg, max_new_tokens=NEW, source=wide, source_valid=valid)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)  # as above
 
 
 # Compilation (rule 16)
@@ -218,7 +213,11 @@ def test_one_compilation_for_calls_of_one_shape():
 
     first = call([[5, 6, 7, 8], [9]], params, 0)
     count = _generate._cache_size()
-    outs = [call([[5, 6, 7, 8], [9]], params, 1), call([[9, 8], [7, 6, 5, 4]], params, 0), call(np.ones((2, 4), int), params, 0)]
+    outs = [
+        call([[5, 6, 7, 8], [9]], params, 1),
+        call([[9, 8], [7, 6, 5, 4]], params, 0),
+        call(np.ones((2, 4), int), params, 0),
+    ]
     outs.append(call([[5, 6, 7, 8], [9]], jax.tree.map(lambda p: p * 1.5, params), 0))
     assert _generate._cache_size() == count
     assert all(not np.array_equal(out, first) for out in outs)

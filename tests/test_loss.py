@@ -92,7 +92,7 @@ def test_an_ignored_target_never_indexes(vocab_size):
 
 def test_agrees_with_optax_on_a_transformer():
     cfg = shallow("llama_gqa")
-    params, batch = tiny.perturbed(cfg), with_ignored(cfg)
+    params, batch = tiny.drawn(cfg), with_ignored(cfg)
     counted = batch["weights"] * (batch["targets"] >= 0)
     assert 0 < counted.sum() < batch["weights"].sum() < counted.size
 
@@ -147,7 +147,7 @@ def test_nothing_to_learn_is_zero_with_zero_gradients(chunk):
 
 def test_encoder_decoder_reads_its_source_but_not_the_padding():
     cfg = shallow("transformer_base")
-    params, batch = tiny.perturbed(cfg), tiny.batch(cfg)
+    params, batch = tiny.drawn(cfg), tiny.batch(cfg)
     loss = jax.jit(lambda batch: jf.loss(params, batch, cfg)[0])
     other, padding = (dict(batch, source=batch["source"].copy()) for _ in range(2))
     other["source"][0, 0] += 1
@@ -163,7 +163,7 @@ def test_encoder_decoder_reads_its_source_but_not_the_padding():
 @pytest.mark.parametrize(("name", "label_smoothing"), [("llama_gqa", 0.1), ("gpt2", 0.0), ("transformer_base", 0.1)])
 def test_chunked_equals_dense(name, label_smoothing):
     cfg = shallow(name)
-    params, batch = tiny.perturbed(cfg), with_ignored(cfg)  # T = 8, of which 3 is no divisor
+    params, batch = tiny.drawn(cfg), with_ignored(cfg)  # T = 8, of which 3 is no divisor
 
     def total(params, chunk):
         return jf.loss(params, batch, cfg, label_smoothing=label_smoothing, chunk=chunk)

@@ -1,0 +1,113 @@
+"""One stack, run in several ways: scanned or unrolled, rematerialised or not, compiled or not."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import jaxformer as jf
+from jaxformer.nn.stack import repetition
+
+# float32 sums that the compiler fuses in another way; values have size 1, most gradients 0.01 to 1
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runs"),
+    [
+        ("", []),
+        ("a", [(0, 1, 1)]),
+        ("aaaa", [(0, 1, 4)]),
+        ("abab", [(0, 2, 2)]),
+        ("aabb", [(0, 1, 2), (2, 1, 2)]),
+        ("aaab", [(0, 1, 3), (3, 1, 1)]),
+        ("baaa", [(0, 1, 1), (1, 1, 3)]),
+        ("aabaab", [(0, 3, 2)]),
+        ("aaaaabaaaaab", [(0, 6, 2)]),
+        ("ababa", [(0, 2, 2), (4, 1, 1)]),
+        ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+    ],
+)
+def test_repetition(kinds, runs):
+    assert repetition(tuple(kinds)) == runs
+
+
+def test_repetition_covers_any_sequence_in_order():
+    for kinds in itertools.chain.from_iterable(itertools.product("ab", repeat=n) for n in range(9)):
+        covered = []
+        for start, period, repeats in repetition(kinds):
+            assert start == len(covered)
+            covered += kinds[start : start + period] * repeats
+        assert tuple(covered) == kinds
+
+
+def shallow(name, **fields):
+    cfg = tiny.PRESETS[name]
+    layers = len(cfg.window) if isinstance(cfg.window, tuple) else 2
+    return dataclasses.replace(cfg, n_layers=layers, encoder_layers=min(2, cfg.encoder_layers), **fields)
+
+
+def loss(cfg):
+    batch = tiny.batch(cfg, rows=2, length=5)
+    return lambda params: jf.loss(params, batch, cfg)[0]
+
+
+@functools.cache
+def value_and_grad(cfg):
+    return jax.jit(jax.value_and_grad(loss(cfg)))(tiny.drawn(cfg))
+
+
+def program(cfg):
+    return str(jax.make_jaxpr(loss(cfg))(tiny.drawn(cfg)))
+
+
+def assert_same(found, expected):
+    for path, leaf in jax.tree.leaves_with_path(expected):  # softmax ignores a key's bias unless RoPE turns it
+        assert "key_bias" in jax.tree_util.keystr(path) or np.abs(leaf).max() > 1e-3, path
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)
+
+
+@pytest.mark.parametrize("name", ["transformer_base", "gpt2", "qwen3", "mixed_windows"])
+def test_scanned_is_unrolled(name):
+    assert "scan[" in program(shallow(name, scan=True)) and "scan[" not in program(shallow(name))
+    assert_same(value_and_grad(shallow(name, scan=True)), value_and_grad(shallow(name)))
+
+
+@pytest.mark.parametrize(("remat", "scan"), [("dots", False), ("full", True)])
+def test_rematerialising_changes_no_value_and_no_gradient(remat, scan):
+    cfg = shallow("qwen3", remat=remat, scan=scan)
+    assert "remat" in program(cfg) and "remat" not in program(shallow("qwen3"))
+    assert_same(value_and_grad(cfg), value_and_grad(shallow("qwen3")))
+
+
+def test_rematerialising_keeps_less_for_the_backward_pass():
+    def kept(remat):
+        cfg = shallow("gpt2", remat=remat)
+        _, back = jax.eval_shape(lambda p: jax.vjp(loss(cfg), p), tiny.drawn(cfg))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back))
+
+    assert kept("none") > kept("dots") > kept("full")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixed_windows"])
+def test_compiled_is_not_compiled(name):
+    cfg = shallow(name)
+    np.testing.assert_allclose(loss(cfg)(tiny.drawn(cfg)), value_and_grad(cfg)[0], rtol=1e-5)
+
+
+def test_dropout_is_the_layers_own_scanned_or_not():
+    """Two layers that each add dropout(1), 0 or 2, to nothing: the sum is 0, 2 or 4, with one mask for both never 2."""
+    cfg = shallow("gpt2", residual_dropout=0.5)
+    params = jax.tree.map(lambda p: 0 * p, tiny.drawn(cfg))
+    params["decoder"]["layers"]["mlp"]["down_bias"] += 1.0
+    params["decoder"]["norm"]["gain"] += 1.0
+    ids, key = tiny.tokens(cfg), jax.random.key(0)
+    run = lambda cfg: jax.jit(lambda p: jf.hidden(p, ids, cfg, key=key))(params)
+    out = run(cfg)
+    values = [len(np.unique(np.round(row, 4))) for row in np.asarray(out).reshape(-1, cfg.d_model)]
+    assert max(values) == 3
+    np.testing.assert_allclose(run(dataclasses.replace(cfg, scan=True)), out, **CLOSE)

@@ -1,0 +1,250 @@
+"""One training update: the same numbers for any number of microbatches and devices, by jit and by pmap."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import jaxformer as jf
+from jaxformer import spec as specs
+from jaxformer.parallel.data import PLACEMENTS
+from jaxformer.training.optim import learning_rate
+from jaxformer.training.step import init_state, make_update
+from tests import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+STEPS, ROWS = 3, 8
+# An epsilon near the gradients' size: Adam is then smooth in them and sees their scale. With the usual 1e-8 the first update is
+# lr · sign(gradient), which hides a wrong scale and turns the rounding of a gradient that is nearly zero into a full step.
+OPTIM = jf.OptimConfig(lr=0.03, schedule="constant", warmup_steps=2, eps=1e-2, clip_norm=0.5)
+
+
+def shallow(name: str) -> jf.ModelConfig:
+    cfg = tiny.PRESETS[name]
+    return dataclasses.replace(cfg, n_layers=1, encoder_layers=min(1, cfg.encoder_layers))
+
+
+MODELS = {"decoder": shallow("llama_gqa"), "encoder_decoder": shallow("transformer_base")}
+
+
+def batches(cfg: jf.ModelConfig) -> list[dict]:
+    """Three batches; each row of one has its own number of counted tokens, rows 2 and 3 none."""
+    made = [tiny.batch(cfg, ROWS, seed=seed) for seed in range(STEPS)]
+    for batch in made:
+        batch["weights"][2:4] = 0.0
+    return made
+
+
+@functools.cache
+def placement(model: str, kind: str, devices: int, microbatches: int = 1):
+    make = lambda axis_name: make_update(MODELS[model], OPTIM, STEPS, microbatches=microbatches, axis_name=axis_name)
+    return PLACEMENTS[kind](make, jax.devices()[:devices])
+
+
+@functools.cache
+def trained(model: str, kind: str, devices: int, microbatches: int = 1):
+    """``({path: array of the state}, metrics by step)`` after three updates."""
+    place = placement(model, kind, devices, microbatches)
+    state = place.put_state(init_state(MODELS[model], OPTIM, STEPS, seed=0))
+    metrics = []
+    for batch in batches(MODELS[model]):
+        state, step_metrics = place.step(state, place.put_batch(batch))
+        metrics.append(place.get_metrics(step_metrics))
+    state = place.get_state(state)
+    leaves = jax.tree_util.tree_flatten_with_path((state.params, state.opt_state))[0]
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}, metrics
+
+
+def assert_same_training(found, expected):
+    # Sums over at most 64 positions in another order: relative errors of some 1e-6 a step, and entries that nearly cancel.
+    for path, leaf in expected[0].items():
+        np.testing.assert_allclose(found[0][path], leaf, rtol=1e-4, atol=2e-6, err_msg=path)
+    for a, b in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose([a[name] for name in b], list(b.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_mean_of_the_parts_means_would_differ(model, parts):
+    """Without this the tests of equal training could not fail."""
+    cfg = MODELS[model]
+    batch = batches(cfg)[0]
+    counts = batch["weights"].reshape(parts, -1).sum(1)
+    assert len(set(counts)) == len(counts) - (parts == 8)  # all differ, but for the two empty rows
+    split = [{name: values.reshape(parts, -1, *values.shape[1:])[i] for name, values in batch.items()} for i in range(parts)]
+    params = init_state(cfg, OPTIM, STEPS, seed=0).params
+    gradient = jax.jit(jax.grad(lambda params, batch: jf.loss(params, batch, cfg)[0]))
+    exact = gradient(params, batch)["embedding"]["token"]
+    naive = sum(gradient(params, part)["embedding"]["token"] for part in split) / parts
+    assert np.abs(exact - naive).max() > 0.05 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_train_the_same(model, microbatches):
+    assert_same_training(trained(model, "jit", 1, microbatches), trained(model, "jit", 1))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_devices_train_the_same(model, kind, devices):
+    assert_same_training(trained(model, kind, devices), trained(model, "jit", 1))
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_microbatches_on_devices_train_the_same(kind):
+    assert_same_training(trained("decoder", kind, 2, 2), trained("decoder", "jit", 1))
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_every_device_holds_the_same_state(kind):
+    place = placement("decoder", kind, 4)
+    state = place.put_state(init_state(MODELS["decoder"], OPTIM, STEPS, seed=0))
+    state, _ = place.step(state, place.put_batch(batches(MODELS["decoder"])[0]))
+    for leaf in jax.tree.leaves(state.params):
+        copies = [np.asarray(shard.data).reshape(-1) for shard in leaf.addressable_shards]
+        assert len(copies) == 4
+        assert all((copy == copies[0]).all() for copy in copies)
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_the_state_is_updated_in_place(kind):
+    place = placement("decoder", kind, 2)
+    state = place.put_state(init_state(MODELS["decoder"], OPTIM, STEPS, seed=0))
+    state, _ = place.step(state, place.put_batch(batches(MODELS["decoder"])[0]))  # now where the update puts it
+    place.step(state, place.put_batch(batches(MODELS["decoder"])[1]))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+
+
+def test_metrics():
+    cfg = MODELS["decoder"]
+    batch = batches(cfg)[0]
+    params = init_state(cfg, OPTIM, STEPS, seed=0).params
+    (loss, expected), grads = jax.jit(jax.value_and_grad(lambda p: jf.loss(p, batch, cfg), has_aux=True))(params)
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(grads)))
+    assert norm > OPTIM.clip_norm  # what is reported is the norm before clipping
+    found = trained("decoder", "jit", 1)[1]
+    # 1e-5: float32 sums, compiled in another program
+    expected = expected | {"loss": loss, "grad_norm": norm, "lr": OPTIM.lr / 2}
+    assert found[0] == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+    assert found[0]["weight"] == batch["weights"].sum()
+    rates = [float(learning_rate(OPTIM, jnp.int32(step), STEPS)) for step in range(STEPS)]
+    assert [metrics["lr"] for metrics in found] == pytest.approx(rates, rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_with_nothing_to_learn(microbatches):
+    place = placement("decoder", "jit", 1, microbatches)
+    batch = batches(MODELS["decoder"])[0]
+    batch["weights"][:] = 0.0
+    state = place.put_state(init_state(MODELS["decoder"], OPTIM, STEPS, seed=0))
+    state, metrics = place.step(state, place.put_batch(batch))
+    assert int(state.step) == 1
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["weight"] == 0.0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_rows_that_do_not_divide_by_the_devices_raise(kind):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest that does is 8"):
+        placement("decoder", kind, 4).put_batch(tiny.batch(MODELS["decoder"], 6))
+
+
+def test_rows_that_do_not_divide_into_microbatches_raise():
+    update = make_update(MODELS["decoder"], OPTIM, STEPS, microbatches=3)
+    with pytest.raises(ValueError, match="8 rows does not divide into 3 microbatches"):
+        jax.eval_shape(update, init_state(MODELS["decoder"], OPTIM, STEPS, seed=0), batches(MODELS["decoder"])[0])
+
+
+# A tied head
+
+
+@pytest.mark.parametrize("name", ["gpt2", "transformer_base"])
+def test_a_tied_embedding_is_one_array_that_learns_from_both_uses(name):
+    tied = shallow(name)
+    untied = dataclasses.replace(tied, tied_head=False)
+    params, batch = tiny.drawn(tied), tiny.batch(tied)
+    embedding = params["embedding"]["token"]
+    assert "head" not in params
+    state = init_state(tied, OPTIM, STEPS, seed=0)
+    slots = [leaf.shape for leaf in jax.tree.leaves(state.opt_state)].count(embedding.shape)
+    assert slots == 2  # Adam's two moments of one array
+    extra = specs.count(jf.model.spec(untied), untied) - specs.count(jf.model.spec(tied), tied)
+    assert extra == embedding.size
+
+    both, apart = (jax.jit(jax.grad(lambda p, cfg=cfg: jf.loss(p, batch, cfg)[0])) for cfg in (tied, untied))
+    grads = apart(params | {"head": {"kernel": embedding.T}})
+    parts = grads["embedding"]["token"], grads["head"]["kernel"].T
+    assert all(np.abs(part).max() > 1e-3 for part in parts)
+    # float32 sums in another order
+    np.testing.assert_allclose(both(params)["embedding"]["token"], sum(parts), rtol=1e-4, atol=1e-6)
+
+
+# Learning
+
+
+def repeated(cfg: jf.ModelConfig, optim: jf.OptimConfig, batch: dict, steps: int):
+    """The state and the losses after ``steps`` updates on one batch, as one program."""
+    update = make_update(cfg, optim, steps)
+
+    @jax.jit
+    def run(state):
+        return jax.lax.scan(lambda state, _: (lambda s, m: (s, m["loss"]))(*update(state, batch)), state, None, steps)
+
+    return run(init_state(cfg, optim, steps, seed=0))
+
+
+@pytest.mark.parametrize("name", tiny.PRESETS)
+def test_one_batch_is_overfitted(name):
+    cfg = tiny.PRESETS[name]
+    batch = tiny.batch(cfg, rows=2, length=6)
+    optim = jf.OptimConfig(lr=1e-2, schedule="cosine", warmup_steps=5, weight_decay=0.0)
+    losses = np.asarray(repeated(cfg, optim, batch, 60)[1])
+    assert losses[0] > 3.0
+    assert losses[-1] < 0.05
+
+
+def test_bfloat16_computes_over_float32_parameters():
+    cfg = dataclasses.replace(shallow("llama_gqa"), dtype="bfloat16")
+    batch = tiny.batch(cfg, rows=2, length=6)
+    params = jf.init(cfg, jax.random.key(0))
+    forward = jf.capture(lambda p: jf.forward(p, batch["tokens"], cfg), "*mlp.hidden")
+    assert {x.dtype.name for x in jax.eval_shape(forward, params)[1].values()} == {"bfloat16"}
+    state, losses = repeated(cfg, jf.OptimConfig(lr=1e-2, warmup_steps=5), batch, 30)
+    assert losses[-1] < 0.5 * losses[0]
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params) + moments} == {"float32"}
+
+
+VARIANTS = [
+    ("transformer_base", {"scan": True}),
+    ("transformer_base", {"scan": True, "remat": "dots"}),
+    ("transformer_base", {"remat": "full"}),
+    ("mixed_windows", {"scan": True, "remat": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_scan_and_remat_change_no_gradient(name, fields):
+    layers = {"n_layers": 2, "encoder_layers": 1} if name == "transformer_base" else {}
+    plain = dataclasses.replace(tiny.PRESETS[name], residual_dropout=0.2, **layers)
+    params, batch, key = tiny.drawn(plain), tiny.batch(plain), jax.random.key(1)
+
+    def gradient(cfg):
+        return jax.jit(jax.grad(lambda params: jf.loss(params, batch, cfg, key)[0]))
+
+    variant = gradient(dataclasses.replace(plain, **fields))
+    program = str(variant.trace(params).jaxpr)
+    assert ("scan[" in program) == ("scan" in fields) and ("remat" in program or "checkpoint[" in program) == (
+        "remat" in fields
+    )
+    found, expected = (flatten_dict(f(params), sep=".") for f in (variant, gradient(plain)))
+    for path, leaf in expected.items():
+        # the same dropout, and float32 sums that XLA fuses in another way
+        np.testing.assert_allclose(found[path], leaf, rtol=1e-4, atol=1e-5 * np.abs(leaf).max(), err_msg=path)
