@@ -32,6 +32,8 @@ def main(config: run.Config) -> None:
     cfg = run.fit_tokenizer(config.model, tok)
     config = dataclasses.replace(config, model=cfg)
     train = config.train
+    if not cfg.encoder_layers:
+        tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
     run.write_run(directory, config, tok)
 
     placement = place(config)
@@ -58,7 +60,7 @@ def main(config: run.Config) -> None:
                 score = evaluate.validation(compiled, whole.params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
                 report.sample(step, *sample(whole.params, config, corpus))
-                checkpoints.save(whole, score["loss"])
+                checkpoints.save(whole, score.get("loss"))
     whole = placement.get_state(state)
     checkpoints.save(whole)  # nothing to do unless stopped between evaluations
     checkpoints.wait()

@@ -1,6 +1,6 @@
 """What a trained encoder–decoder looks at while it writes: the cross-attention of one example, as a picture.
 
-    python benchmarks/cross_attention.py runs/dates "the 3rd of May, 1998" --image benchmarks/figures/cross_attention.png
+python benchmarks/cross_attention.py runs/dates "the 3rd of May, 1998" --image benchmarks/figures/cross_attention.png
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     pip install torch==2.13.0 transformers && python benchmarks/train_step.py
 
-4 layers of 768, T 512, B 2, V 50,304, float32, AdamW, no dropout, every core of the machine. Both do the same updates on the same
+4 layers of 768, T 512, B 2, V 50,304, float32, AdamW, no dropout, every core. Both do the same updates on the same
 tokens: each round times one step of either, in turn; printed are the medians of the rounds and of their ratios.
 """
 

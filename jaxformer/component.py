@@ -4,7 +4,7 @@ A component is anything with ``spec(cfg)`` and ``apply(params, x, ...)``: a modu
 as a string, so that a config stays hashable and can be written to a file:
 
 * ``"swiglu"``: one of the built-in choices, the table ``CHOICES`` of ``jaxformer.nn.<kind>``;
-* ``"package.module:name"`` (or ``"package.module"``, for a module that is itself the component): anything importable.
+* ``"package.module:name"`` (or ``"package.module:"``, for a module that is itself the component): anything importable.
 
 An object that no import path leads to (made inside a function, say) works too; only saving it is refused.
 """
@@ -36,6 +36,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def resolve(kind: str, value: Any) -> Any:
     """The component that ``value`` names. Raises ValueError for an unknown name or an object without spec and apply."""
     found = _find(kind, value) if isinstance(value, str) else value
+    if found is importlib.import_module(f"jaxformer.nn.{kind}"):
+        raise ValueError(f"{kind}={value!r} is what looks components up; give it one of: {', '.join(sorted(found.CHOICES))}")
     if not (hasattr(found, "spec") and hasattr(found, "apply")):
         raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
     return found
@@ -51,7 +53,7 @@ def _find(kind: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError) as error:  # the last two for "" and for relative names
         raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error}") from error
     for part in filter(None, attribute.split(".")):
         if not hasattr(found, part):
@@ -65,10 +67,10 @@ def name_of(component: Any) -> Any:
     if isinstance(component, str):
         return component
     if isinstance(component, ModuleType):
-        return component.__name__
+        return component.__name__ + ":"
     for owner in (component, getattr(component, "spec", None)):
         module = sys.modules.get(getattr(owner, "__module__", None) or "")
-        if module is not None:
+        if module is not None and module.__name__ != "__main__":  # a script cannot be imported again from elsewhere
             for name, value in vars(module).items():
                 if value is component:
                     return f"{module.__name__}:{name}"

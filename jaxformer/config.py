@@ -1,25 +1,17 @@
-"""What a model is: one frozen, hashable record (a static argument of ``jax.jit``), and how records are read and written."""
+"""What a model is: one frozen, hashable record, a static argument of ``jax.jit``."""
 
 import dataclasses
 import functools
-import json
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxformer.component import name_of, nearest, resolve
+from jaxformer.component import name_of, resolve
+from jaxformer.record import Strict, within
 
-
-class Strict:
-    """Base of every config: an unknown field is a ValueError that names the nearest one."""
-
-    def __new__(cls, *args, **kwargs):
-        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
-        return super().__new__(cls)
+COMPONENTS = ("attention", "mlp", "norm", "position")
 
 
 class Derived(int):
@@ -35,6 +27,8 @@ class ModelConfig(Strict):
 
     Raises ValueError, naming the field, for values that fit no model.
     """
+
+    UNCHECKED = COMPONENTS  # strings for the command line; components themselves elsewhere
 
     vocab_size: int
     """[V] rows of the embedding table."""
@@ -67,14 +61,14 @@ class ModelConfig(Strict):
     """Normalisation component: layer, rms, or 'package.module:name'."""
     position: str = "rope"
     """Position component: none, sinusoidal, learned, rope, or 'package.module:name'."""
-    residual: str = "pre"
+    residual: Literal["pre", "post"] = "pre"
     """Where the norm stands: pre, x + f(norm(x)) with one final norm; post, norm(x + f(x)), as in 2017."""
 
     norm_eps: float = 1e-5
     """Epsilon inside the root of a norm."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_layout: str = "interleaved"
+    rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
     window: int | tuple[int | None, ...] | None = None
     """Keys that a query sees, itself included; one number for all layers, or one (None: all keys) a layer."""
@@ -102,7 +96,7 @@ class ModelConfig(Strict):
     embedding_dropout: float = 0.0
     """Dropout rate after embedding and position."""
 
-    init: str = "fan_in"
+    init: Literal["fan_in", "xavier", "normal"] = "fan_in"
     """Initial weights: fan_in, std 1/sqrt(inputs); xavier, uniform with variance 2/(inputs + outputs); normal, std init_std."""
     init_std: float = 0.02
     """Standard deviation of the embedding (unless scale_embedding) and, with init='normal', of every weight."""
@@ -116,52 +110,51 @@ class ModelConfig(Strict):
     scan: bool = False
     """Run the layers as one lax.scan (compiles once for all layers: right for deep models on accelerators) or unrolled
     (faster on CPU). The parameters are the same."""
-    remat: str = "none"
+    remat: Literal["none", "dots", "full"] = "none"
     """What the backward pass recomputes: none; dots, all but matrix products; full, everything inside a block."""
 
     def __post_init__(self):
         set_ = functools.partial(object.__setattr__, self)
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "max_length"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("encoder_layers", self.encoder_layers, 0)
-        if _unset(self.n_kv_heads):
+        for kind in COMPONENTS:
+            resolve(kind, getattr(self, kind))
+            set_(kind, name_of(getattr(self, kind)))
+        for name in ("dtype", "param_dtype"):
+            set_(name, _dtype_name(name, getattr(self, name)))
+        for name in ("n_kv_heads", "head_dim", "d_ff"):
+            set_(name, Derived(0) if getattr(self, name) is None else getattr(self, name))
+        if isinstance(self.window, list):
+            set_("window", tuple(self.window))
+        super().__post_init__()
+        within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
+        self._derive(set_)
+        self._check()
+
+    def _derive(self, set_):
+        if isinstance(self.n_kv_heads, Derived):
             set_("n_kv_heads", Derived(self.n_heads))
-        if _unset(self.head_dim):
+        if isinstance(self.head_dim, Derived):
             if self.d_model % self.n_heads:
                 raise ValueError(
                     f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; give head_dim or change one"
                 )
             set_("head_dim", Derived(self.d_model // self.n_heads))
-        if _unset(self.d_ff):
+        if isinstance(self.d_ff, Derived):
             set_("d_ff", Derived(4 * self.d_model))
-        for name in ("n_kv_heads", "head_dim", "d_ff"):
-            _at_least(name, getattr(self, name), 1)
+
+    def _check(self):
+        within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
+        within(self, 0, math.inf, "encoder_layers")
+        within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
+        positive = ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap")
+        within(self, 0, math.inf, *positive, open_low=True)
+        within(self, 0, self.vocab_size, "start_token")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
-        if self.start_token is not None and not 0 <= self.start_token < self.vocab_size:
-            raise ValueError(f"start_token={self.start_token} is outside the vocabulary of {self.vocab_size}")
-        if isinstance(self.window, list):
-            set_("window", tuple(self.window))
         if isinstance(self.window, tuple) and len(self.window) != self.n_layers:
             raise ValueError(f"window has {len(self.window)} entries for n_layers={self.n_layers}")
         for width in self.window if isinstance(self.window, tuple) else (self.window,):
-            if width is not None:
-                _at_least("window", width, 1)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}{nearest(getattr(self, name), choices)}")
-        for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1)")
-        for name in ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be positive and finite")
-        for name in ("dtype", "param_dtype"):
-            set_(name, _dtype_name(name, getattr(self, name)))
-        for name in COMPONENTS:
-            resolve(name, getattr(self, name))
-            set_(name, name_of(getattr(self, name)))
+            if width is not None and width < 1:
+                raise ValueError(f"window={width} must be at least 1: a query sees itself")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs")
         if self.position == "sinusoidal" and self.d_model % 2:
@@ -195,56 +188,11 @@ class ModelConfig(Strict):
         return tuple(by_window[w] for w in self.window)
 
 
-COMPONENTS = ("attention", "mlp", "norm", "position")
-_CHOICES = {
-    "residual": ("pre", "post"),
-    "rope_layout": ("interleaved", "half"),
-    "init": ("fan_in", "xavier", "normal"),
-    "remat": ("none", "dots", "full"),
-}
-
-
-def _unset(value) -> bool:
-    return value is None or isinstance(value, Derived)
-
-
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
-
-
 def _dtype_name(name: str, value: Any) -> str:
     try:
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(value if value is not None else "None")  # jnp.dtype(None) is a default, which nobody asked for
     except TypeError as error:
         raise ValueError(f"{name}={value!r} is not a dtype; try 'float32' or 'bfloat16'") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{name}={value!r} must be a floating dtype, such as 'float32' or 'bfloat16'")
     return dtype.name
-
-
-def to_json(config: Any) -> str:
-    """A (nested) config as JSON. Raises ValueError for a component that no import path leads to."""
-
-    def default(value):
-        raise ValueError(
-            f"{value!r} cannot be written to a file: define it at the top level of an importable module, "
-            "or give it as 'package.module:name'"
-        )
-
-    text = json.dumps(dataclasses.asdict(config), indent=2, default=default)
-    if '"__main__' in text:
-        raise ValueError("a component defined in the script that runs cannot be found again from a file: move it to a module")
-    return text
-
-
-def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """The config that ``dataclasses.asdict`` made ``values`` from. Unknown fields raise ValueError."""
-    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
-    built = {}
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            value = from_dict(kind, value)
-        built[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**built)

@@ -15,12 +15,14 @@ from jaxformer.training.loss import means
 def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_bytes: int = 0) -> dict[str, float]:
     """loss (nats a token), accuracy and, where the split's size in bytes is known, bits_per_byte.
 
-    evaluate: the compiled ``make_evaluate(cfg)``, with the batch's placement.
+    evaluate: the compiled ``make_evaluate(cfg)``, with the batch's placement. Of no batches: nothing.
     """
     sums: dict[str, Any] = {}
     for batch in batches:
         for name, value in evaluate(params, batch).items():
             sums[name] = sums.get(name, 0.0) + float(value)
+    if not sums:
+        return {}
     metrics = {name: float(value) for name, value in means(sums).items() if name != "weight"}
     if text_bytes:
         metrics["bits_per_byte"] = sums["nll"] / text_bytes / math.log(2)
@@ -56,9 +58,7 @@ def exact_match(params: Any, cfg: ModelConfig, tok: Any, pairs: Sequence[tuple[s
     return sum(out == target for out, (_, target) in zip(outputs, pairs, strict=True)) / len(pairs)
 
 
-def continuation(
-    params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0
-) -> str:
+def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0) -> str:
     """``prompt`` and what the model writes after it, up to an end token or ``tokens`` tokens.
 
     Beyond ``cfg.max_length`` the model goes on from the last half of that: no position is used that it was not made for.
@@ -70,9 +70,7 @@ def continuation(
         read = text if len(text) < cfg.max_length else text[-max(1, cfg.max_length // 2) :]
         room = min(goal - len(text), cfg.max_length - len(read))
         key, own = jax.random.split(key)
-        out = generate(
-            params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=(tok.eos_id,), pad=tok.pad_id
-        )
+        out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=(tok.eos_id,), pad=tok.pad_id)
         text = text + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
         if text[-1] == tok.eos_id:
             break

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any, Literal
 
 from jaxformer import spec as specs
 from jaxformer.component import nearest
-from jaxformer.config import ModelConfig, Strict, from_dict, to_json
+from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
+from jaxformer.record import Strict, from_dict, to_json, within
 from jaxformer.training.checkpoint import Checkpoints
 from jaxformer.training.optim import OptimConfig
 
@@ -47,13 +49,11 @@ class TrainConfig(Strict):
     """Of samples."""
 
     def __post_init__(self):
-        for name in ("steps", "eval_every", "log_every", "keep", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"train.label_smoothing={self.label_smoothing} is outside [0, 1)")
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise ValueError(f"train.loss_chunk={self.loss_chunk} must be at least 1")
+        super().__post_init__()
+        counts = ("steps", "eval_every", "log_every", "keep", "microbatches", "loss_chunk")
+        within(self, 1, math.inf, *counts, prefix="train.")
+        within(self, 0, math.inf, "sample_tokens", "temperature", prefix="train.")
+        within(self, 0, 1, "label_smoothing", prefix="train.")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ def open_run(config: Config) -> tuple[Path, Any, list[str]]:
     Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
     """
     directory = Path(config.run_dir)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; choose another --run-dir")
     if directory.is_dir() and not (directory / "config.json").exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
     if not (directory / "config.json").exists():
@@ -137,8 +139,11 @@ def read_run(directory: Path) -> Config:
     if not path.exists():
         raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
     try:
-        return from_dict(Config, json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
+        return from_dict(Config, values)
+    except (ValueError, TypeError) as error:  # not UTF-8, not JSON, unknown or missing fields
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -150,7 +155,7 @@ def load(run_directory: str | Path) -> tuple[ModelConfig, dict, Any]:
     directory = Path(run_directory)
     cfg = read_run(directory).model
     like = specs.abstract(model.spec(cfg), cfg)
-    checkpoints = Checkpoints(directory / "checkpoints")
+    checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
     try:
         params = checkpoints.restore_params(like)
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
@@ -39,14 +39,17 @@ class Param:
 
 
 def normal(std: float) -> Initializer:
+    """Independent normal values of standard deviation ``std``."""
     return lambda key, shape, dtype: std * jax.random.normal(key, shape, dtype)
 
 
 def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The initialiser of biases."""
     return jnp.zeros(shape, dtype)
 
 
 def ones(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The initialiser of gains."""
     return jnp.ones(shape, dtype)
 
 
@@ -67,10 +70,12 @@ def kernel(cfg: ModelConfig, inputs: str, outputs: str, *, residual: bool = Fals
 
 
 def bias(dims: str) -> Param:
+    """A bias: starts at 0, without weight decay."""
     return Param(dims, zeros, decay=False)
 
 
 def gain(dims: str) -> Param:
+    """A norm's gain: starts at 1, without weight decay."""
     return Param(dims, ones, decay=False)
 
 
@@ -83,15 +88,16 @@ def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
     """Initial values, in ``cfg.param_dtype``. Each tensor's randomness comes from its path (and layer) alone, so adding or
     removing one changes no other."""
 
-    def one(path: str, param: Param) -> jax.Array:
+    def one(keys: tuple, param: Param) -> jax.Array:
+        path = ".".join(entry.key for entry in keys)
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         shape, dtype = param.shape(cfg), jnp.dtype(cfg.param_dtype)
         if not param.dims.startswith("L"):
             return param.init(own, shape, dtype)
-        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(shape[0]))
-        return jax.vmap(lambda k: param.init(k, shape[1:], dtype))(keys)
+        by_layer = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(shape[0]))
+        return jax.vmap(lambda k: param.init(k, shape[1:], dtype))(by_layer)
 
-    return _unflatten({path: one(path, param) for path, param in walk(spec)})
+    return jax.tree_util.tree_map_with_path(one, spec, is_leaf=_is_param)
 
 
 def abstract(spec: Tree, cfg: ModelConfig) -> Tree:
@@ -111,6 +117,8 @@ def count(spec: Tree, cfg: ModelConfig) -> int:
 
 def check(params: Tree, spec: Tree, cfg: ModelConfig) -> None:
     """Raises ValueError with a tree diff (missing, unexpected, shape) where ``params`` is not what ``spec`` declares."""
+    if not isinstance(params, dict):
+        raise ValueError(f"parameters must be a nested dict of arrays, as init gives it, not {type(params).__name__}")
     found = {path: tuple(jnp.shape(leaf)) for path, leaf in walk(params)}
     expected = {path: param.shape(cfg) for path, param in walk(spec)}
     if lines := diff(expected, found):
@@ -140,9 +148,9 @@ def _text(description: Any) -> str:
     return str(description)
 
 
-def _unflatten(flat: dict[str, Any]) -> Tree:
-    return unflatten_dict(flat, sep=".")
+def _is_param(leaf: Any) -> bool:
+    return isinstance(leaf, Param)
 
 
 def _map(f: Callable[[Param], Any], spec: Tree) -> Tree:
-    return jax.tree.map(f, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(f, spec, is_leaf=_is_param)

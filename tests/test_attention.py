@@ -11,6 +11,7 @@ import tiny
 import jaxformer as jf
 from jaxformer.nn.mask import Places, arange, visible
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 # float32 sums of at most 40 terms of size 1: 40 · 2^-24 is 2e-6
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -68,6 +69,16 @@ def test_logit_softcap():
     assert np.abs(raw).max() > 4
     capped = jf.model.head(params, 3 * hidden, dataclasses.replace(cfg, logit_softcap=3.0))
     np.testing.assert_allclose(capped, 3 * np.tanh(raw / 3), **CLOSE)
+
+
+def test_a_bias_may_hide_every_key_too():
+    """A score component that masks by −inf: with or without another mask the row is zero, not NaN."""
+    q, k, v = draw((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4))
+    bias = jnp.array([[-jnp.inf, -jnp.inf, -jnp.inf], [0.0, -jnp.inf, -jnp.inf]])[None, None, None]
+    for mask in (np.ones((1, 2, 3), bool), None):
+        out, back = jax.vjp(lambda q, k, v, mask=mask: jf.attention.attend(q, k, v, mask, bias=bias), q, k, v)
+        np.testing.assert_array_equal(out[0, 0, 0], [np.zeros(4), v[0, 0, 0]])
+        assert all(np.isfinite(gradient).all() for gradient in back(jnp.ones_like(out)))
 
 
 MASK = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0]], bool)

@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.config import to_json
 from jaxformer.data import tokenizer
+from jaxformer.record import to_json
 from jaxformer.run import write_run
 from jaxformer.training.checkpoint import Checkpoints
 from jaxformer.training.step import init_state, make_update

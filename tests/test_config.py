@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.config import from_dict, to_json
 from jaxformer.data import tokenizer
+from jaxformer.record import from_dict, to_json
 from jaxformer.run import write_run
 
 CFG = tiny.PRESETS["llama_gqa"]
@@ -76,7 +76,7 @@ WRONG = [
     ({"n_heads": 5, "n_kv_heads": 5}, "d_model=32 does not divide by n_heads=5"),
     ({"head_dim": 7}, "head_dim=7 is odd"),
     ({"d_model": 33, "head_dim": 8, "position": "sinusoidal"}, "d_model=33 is odd"),
-    ({"n_layers": 0}, "n_layers=0 must be an integer of at least 1"),
+    ({"n_layers": 0}, "n_layers=0 must be at least 1"),
     ({"n_layers": 2.0}, "n_layers=2.0 must be an integer"),
     ({"n_layers": True}, "n_layers=True must be an integer"),
     ({"d_model": "32"}, "d_model='32' must be an integer"),
@@ -87,7 +87,7 @@ WRONG = [
     ({"window": 0}, "window=0"),
     ({"window": (4, None, 0)}, "window=0"),
     ({"window": 2.5}, "window=2.5"),
-    ({"start_token": 67}, "start_token=67 is outside the vocabulary of 67"),
+    ({"start_token": 67}, "start_token=67 must be at least 0 and below 67"),
     ({"start_token": 1.5}, "start_token=1.5"),
     ({"attention_dropout": 1.0}, "attention_dropout=1.0"),
     ({"residual_dropout": -0.1}, "residual_dropout=-0.1"),

@@ -107,16 +107,25 @@ def test_chunks_through_the_cache_are_the_whole_forward(name):
         assert int(cache.used) == length
 
 
-def test_middle_chunks_of_several_tokens_and_padding():
-    cfg, params = model("mistral")
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+@pytest.mark.parametrize("padding", [slice(0, 2), slice(1, 3)], ids=["left", "right"])
+def test_chunks_of_padded_rows(padding, name):
+    """Two rows, one padded in its first chunk of three; more chunks of several tokens follow. Each row as alone."""
+    cfg, params = model(name)
     tokens, valid = tiny.tokens(cfg), np.ones((2, 9), bool)
-    valid[0, :2] = False
-    whole = np.asarray(forward(params, tokens, cfg, valid=valid))
+    valid[0, padding] = False
     cache, parts = jf.init_cache(cfg, 2, 9), []
-    for start, stop in ((0, 3), (3, 7), (7, 9)):
+    for start, stop in ((0, 3), (3, 6), (6, 9)):
         part, cache = forward(params, tokens[:, start:stop], cfg, valid=valid[:, start:stop], cache=cache)
         parts.append(part)
-    close(np.concatenate(parts, axis=1)[valid], whole[valid])
+    found = np.concatenate(parts, axis=1)
+
+    def whole(ids):
+        return np.asarray(forward(params, np.array([[*ids, *[FILLER] * (LENGTH - len(ids))]]), cfg))[0, : len(ids)]
+
+    assert np.abs(whole(tokens[0])[valid[0]] - found[0, valid[0]]).max() > 0.1, "padding that is seen changes the row"
+    for row in range(2):
+        close(found[row, valid[row]], whole(tokens[row, valid[row]]))
 
 
 # The end of the cache (rule 12)

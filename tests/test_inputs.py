@@ -43,7 +43,7 @@ WRONG = [
     (LLAMA, array([[2**32 + 5]], np.int64), {}, "4294967301 is outside the vocabulary"),  # 5 in 32 bits
     (LLAMA, array([[2**40]], np.uint64), {}, "1099511627776 is outside the vocabulary"),
     (LLAMA, [[2**40]], {}, "1099511627776 is outside the vocabulary"),
-    (LLAMA, [[5.0, 6.0]], {}, "tokens must be integers, not float32"),
+    (LLAMA, [[5.0, 6.0]], {}, "tokens must be integers, not float64"),
     (LLAMA, [[True, False]], {}, "tokens must be integers, not bool"),
     (LLAMA, [5, 6], {}, r"tokens must have the shape \[batch, length\], not \(2,\)"),
     (LLAMA, [[[5, 6]]], {}, r"tokens must have the shape \[batch, length\], not \(1, 1, 2\)"),

@@ -11,8 +11,8 @@ import tiny
 import jaxformer as jf
 from jaxformer.component import Component
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 H = 8
-ROPE = [name for name, cfg in tiny.DECODERS.items() if cfg.position == "rope"]
 
 
 def draw(*shape, seed=0, dtype="float32"):

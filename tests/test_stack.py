@@ -12,6 +12,7 @@ import tiny
 import jaxformer as jf
 from jaxformer.nn.stack import repetition
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 # float32 sums that the compiler fuses in another way; values have size 1, most gradients 0.01 to 1
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
@@ -97,6 +98,25 @@ def test_rematerialising_keeps_less_for_the_backward_pass():
 def test_compiled_is_not_compiled(name):
     cfg = shallow(name)
     np.testing.assert_allclose(loss(cfg)(tiny.drawn(cfg)), value_and_grad(cfg)[0], rtol=1e-5)
+
+
+def test_parameters_may_be_numpy_arrays():
+    """As they come from a file or from jax.device_get."""
+    cfg = shallow("gpt2")
+    params = tiny.drawn(cfg)
+    read = jax.tree.map(np.asarray, params)
+    assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(read))
+    assert jax.eval_shape(lambda: loss(cfg)(read)).shape == ()
+    np.testing.assert_allclose(loss(cfg)(read), loss(cfg)(params), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["transformer_base", "qwen3"])
+def test_every_activation_has_a_name_of_its_own(name):
+    cfg, names = shallow(name), []
+    with jf.listen(lambda name, x: names.append(name) or x):
+        jax.eval_shape(lambda p: jf.forward(p, tiny.tokens(cfg), cfg, **tiny.inputs(cfg)), tiny.drawn(cfg))
+    assert len(names) > 6
+    assert sorted(names) == sorted(set(names))
 
 
 def test_dropout_is_the_layers_own_scanned_or_not():

@@ -11,6 +11,7 @@ import tiny
 
 import jaxformer as jf
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 T, A = 7, 3  # a row, and its first document when it is packed: A(3) + B(4)
 CFG = {name: dataclasses.replace(cfg, scan=True) for name, cfg in tiny.PRESETS.items()}
 DECODERS = [name for name, cfg in CFG.items() if not cfg.encoder_layers]

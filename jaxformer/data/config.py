@@ -1,9 +1,10 @@
 """What a run reads: one frozen record."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
-from jaxformer.component import nearest
-from jaxformer.config import Strict
+from jaxformer.record import Strict, within
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class DataConfig(Strict):
     Raises ValueError, naming the field, for values that describe no data set.
     """
 
-    task: str = "text"
+    task: Literal["text", "pairs", "dates"] = "text"
     """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs."""
     path: str | None = None
     """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"); none: the source code of the running
@@ -43,25 +44,14 @@ class DataConfig(Strict):
     """Keep documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
 
     def __post_init__(self):
-        if self.task not in TASKS:
-            raise ValueError(f"unknown task {self.task!r}{nearest(self.task, TASKS)}")
-        least = {"vocab_size": 1, "length": 1, "source_length": 1, "batch_size": 1, "validation_rows": 0, "seed": 0}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {low}")
-        if self.seed >= 2**32:
-            raise ValueError(f"seed={self.seed} must be below 2**32")
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise ValueError(f"validation_fraction={self.validation_fraction} is outside [0, 1)")
+        super().__post_init__()
+        within(self, 1, math.inf, "vocab_size", "length", "source_length", "batch_size")
+        within(self, 0, math.inf, "validation_rows")
+        within(self, 0, 2**32, "seed")
+        within(self, 0, 1, "validation_fraction")
         if not self.tokenizer:
             raise ValueError("tokenizer='' must be bpe, unigram, char, byte or a path")
-        if self.task == "pairs" and not self.path:
-            raise ValueError("task='pairs' needs path: a TSV, or the source side of parallel text with target_path")
         if self.target_path and self.task != "pairs":
             raise ValueError(f"target_path has no use in task={self.task!r}; set task='pairs'")
         if self.task == "dates" and (self.path or self.validation_path):
             raise ValueError("task='dates' is generated and reads no path; use task='pairs' for a file")
-
-
-TASKS = ("text", "pairs", "dates")

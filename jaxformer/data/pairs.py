@@ -43,6 +43,8 @@ def read(cfg: DataConfig) -> Pairs:
 
     Raises ValueError, naming file and line, for files of unequal length and lines that are not "source, tab, target".
     """
+    if not cfg.path:
+        raise ValueError("task='pairs' needs path: a TSV, or the source side of parallel text with target_path")
     pairs, skipped = _side_by_side(cfg.path, cfg.target_path) if cfg.target_path else _table(cfg.path)
     if not pairs:
         raise ValueError(f"path={cfg.path!r} holds no pairs")

@@ -1,6 +1,7 @@
 """Generation: one compiled function, prefill then a ``lax.scan`` of single-token steps over a preallocated cache."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxformer.config import ModelConfig, Strict
+from jaxformer.config import ModelConfig
 from jaxformer.decode.cache import init_cache
 from jaxformer.nn import inputs, model
+from jaxformer.record import Strict, within
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,9 @@ class Sampling(Strict):
     """Keep a token iff the probability of those before it is below p, and always the most probable (Holtzman et al. 2020)."""
 
     def __post_init__(self):
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be a whole number, 0 for all")
-        if not 0.0 <= self.top_p <= 1.0:
+        super().__post_init__()
+        within(self, 0, math.inf, "temperature", "top_k")
+        if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is outside [0, 1]")
 
 
@@ -40,12 +40,14 @@ GREEDY = Sampling(temperature=0.0)
 
 @struct.dataclass
 class Generated:
+    """What ``generate`` gives."""
+
     tokens: jax.Array
     """int32 [B, max_new_tokens]: what was generated; after an end token, padding."""
     lengths: jax.Array
     """int32 [B]: tokens generated, the end token included."""
     logprobs: jax.Array
-    """float32 [B, max_new_tokens]: log-probability that the model itself gave each token (no temperature, no truncation); 0 after the end."""
+    """float32 [B, max_new_tokens]: what the model itself gave each token (no temperature, no truncation); 0 after the end."""
 
 
 def generate(
@@ -82,10 +84,23 @@ def generate(
     for token in (*eos, pad):
         if not 0 <= token < cfg.vocab_size:
             raise ValueError(f"eos or pad id {token} is outside the vocabulary of {cfg.vocab_size}")
-    if source is not None:
-        source = inputs.tokens("source", source, cfg)
+    source, source_valid = _source(source, source_valid, cfg, len(prompts))
     key = jax.random.key(0) if key is None else key
     return _generate(params, prompts, valid, source, source_valid, key, cfg, max_new_tokens, sampling, tuple(eos), pad)
+
+
+def _source(source, source_valid, cfg, rows):
+    """What an encoder–decoder reads, checked here because inside ``jit`` it could not be."""
+    if source is None and source_valid is None and not cfg.encoder_layers:
+        return None, None
+    if not cfg.encoder_layers:
+        raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
+    if source is None:
+        raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
+    source = inputs.tokens("source", source, cfg)
+    if len(source) != rows:
+        raise ValueError(f"source has {len(source)} rows, prompts have {rows}")
+    return source, inputs.places("source_", source.shape, cfg, valid=source_valid).valid
 
 
 def _prompts(prompts, valid, cfg, source) -> tuple[jax.Array, jax.Array]:
@@ -95,12 +110,7 @@ def _prompts(prompts, valid, cfg, source) -> tuple[jax.Array, jax.Array]:
             raise ValueError("prompts may be None only for an encoder–decoder with a start_token, given source=")
         prompts = [[cfg.start_token]] * len(source)
     if isinstance(prompts, list | tuple) and valid is None:
-        for row, prompt in enumerate(prompts):
-            if len(prompt) == 0:
-                raise ValueError(f"prompt {row} is empty: give at least one token (a BOS, say)")
-        longest = max(map(len, prompts))
-        valid = np.array([[False] * (longest - len(p)) + [True] * len(p) for p in prompts])
-        prompts = np.array([[0] * (longest - len(p)) + list(p) for p in prompts], np.int32)
+        prompts, valid = _padded(prompts)
     prompts = inputs.tokens("prompts", prompts, cfg)
     valid = jnp.ones(prompts.shape, bool) if valid is None else jnp.asarray(valid)
     if valid.shape != prompts.shape or valid.dtype != bool:
@@ -108,6 +118,23 @@ def _prompts(prompts, valid, cfg, source) -> tuple[jax.Array, jax.Array]:
     if not bool(valid.any(1).all()):
         raise ValueError(f"prompt {int(valid.any(1).argmin())} has no valid token")
     return prompts, valid
+
+
+def _padded(prompts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts of any lengths as [B, T], padded on the right, and which of their tokens are real."""
+    rows = [np.asarray(prompt) for prompt in prompts]
+    for row, prompt in enumerate(rows):
+        if prompt.ndim != 1:
+            raise ValueError(f"prompts must be lists of token ids, one a row; prompt {row} is {prompts[row]!r}")
+        if prompt.size == 0:
+            raise ValueError(f"prompt {row} is empty: give at least one token (a BOS, say)")
+    if not rows:
+        raise ValueError("prompts is empty: give at least one row")
+    lengths = np.array([len(prompt) for prompt in rows])
+    valid = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.zeros(valid.shape, np.result_type(*rows))
+    padded[valid] = np.concatenate(rows)
+    return padded, valid
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9, 10))

@@ -67,6 +67,7 @@ def _masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def grouped_spec(cfg: ModelConfig) -> dict:
+    """Projections of N = K·G query heads and K key/value heads, and of their mix back to the residual stream."""
     params: dict[str, Any] = {
         "query": kernel(cfg, "D", "KGH"),
         "key": kernel(cfg, "D", "KH"),

@@ -3,6 +3,8 @@
 Values can be checked only when they are concrete. Inside ``jit`` they are not, and what would have been refused makes NaN.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +18,14 @@ def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
     ids = _integers(name, ids)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have the shape [batch, length], not {ids.shape}")
-    _within(name, ids, 0, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
-    return ids
+    return _within(name, ids, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
 
 
 def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
     if segments is not None:
-        segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
+        segments = jnp.asarray(_shaped(f"{name}segments", _integers(f"{name}segments", segments), shape))
     if valid is not None:
         valid = jnp.asarray(valid)
         if valid.dtype != bool:
@@ -36,8 +37,10 @@ def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, 
         table(name, length, cfg)
     else:
         positions = _shaped(f"{name}positions", _integers(f"{name}positions", positions), shape)
-        limit = cfg.max_length if cfg.position == "learned" else 2**31
-        _within(f"{name}positions", positions, 0, limit, f"the learned table of max_length={limit} rows")
+        learned = cfg.position == "learned"
+        limit = cfg.max_length if learned else 2**31
+        what = f"the learned table of max_length={limit} rows" if learned else "the range of positions"
+        positions = _within(f"{name}positions", positions, limit, what)
     return Places(order, positions, segments, valid)
 
 
@@ -60,23 +63,30 @@ def _count(order, segments, valid):
     return jnp.maximum(counted - base - 1, 0)
 
 
-def _integers(name: str, values) -> jax.Array:
-    values = jnp.asarray(values)
+def _integers(name: str, values) -> jax.Array | np.ndarray:
+    """An integer array; of what is no JAX array yet, in full width: a cast to 32 bits would bring wrong ids into range."""
+    if not isinstance(values, jax.Array):
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise ValueError(f"{name} must be an array: {error}") from error
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, not {values.dtype}")
     return values
 
 
-def _shaped(name: str, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _shaped(name: str, values: Any, shape: tuple[int, int]) -> Any:
     if values.ndim != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
         raise ValueError(f"{name} has shape {values.shape}, tokens have {shape}")
     return values
 
 
-def _within(name: str, values: jax.Array, low: int, high: int, what: str) -> None:
-    if isinstance(values, jax.core.Tracer) or values.size == 0:
-        return
-    outside = np.argwhere((np.asarray(values) < low) | (np.asarray(values) >= high))
-    if outside.size:
-        where = tuple(int(i) for i in outside[0])
-        raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(values[where])} is outside {what}")
+def _within(name: str, values: Any, limit: int, what: str) -> jax.Array:
+    """``values`` as int32; a concrete one outside [0, limit) raises."""
+    if not isinstance(values, jax.core.Tracer) and values.size:
+        known = np.asarray(values)
+        outside = np.argwhere((known < 0) | (known >= limit))
+        if outside.size:
+            where = tuple(int(i) for i in outside[0])
+            raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(known[where])} is outside {what}")
+    return jnp.asarray(values, jnp.int32)

@@ -32,7 +32,7 @@ def arange(length: int) -> Places:
 def visible(query: Places, key: Places, *, causal: bool, window: Any = None) -> jax.Array | None:
     """[1 or B, T, S], True where the query may see the key; None where every query sees every key.
 
-    ``window`` W (an integer or None): the W keys up to the query's own place, itself included (causal); else those nearer than W
+    ``window`` W (an integer or None): the W keys up to and including the query's own place; without causality, those
     on either side.
     """
     terms = []

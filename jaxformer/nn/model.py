@@ -74,7 +74,7 @@ def hidden(
     with _precision(cfg):
         memory = None
         if source is not None or source_valid is not None or (cfg.encoder_layers and cache is None):
-            memory = _encode(params, source, source_valid, cfg, key)
+            memory = _encode(params, source, source_valid, len(tokens), cfg, key)
         if cache is None:
             places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
         elif segments is not None:
@@ -90,7 +90,8 @@ def hidden(
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Rows of the embedding table, times sqrt(D) if the config says so: [B, T, D] in the compute dtype."""
-    x_BTD = params["embedding"]["token"].astype(cfg.dtype).at[tokens].get(mode="fill", fill_value=jnp.nan)
+    table_VD = params["embedding"]["token"].astype(cfg.dtype)
+    x_BTD = table_VD.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     if cfg.scale_embedding:
         x_BTD = x_BTD * jnp.asarray(cfg.d_model**0.5, x_BTD.dtype)
     return named(x_BTD, "embedding", "BTD", cfg)
@@ -110,13 +111,15 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     return named(logits, "logits", "BTV", cfg)
 
 
-def _encode(params, source, source_valid, cfg, key) -> tuple[jax.Array, Places]:
+def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Places]:
     """The encoder's output [B, S, D] and where it stands."""
     if not cfg.encoder_layers:
         raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
     if source is None:
         raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
     source = inputs.tokens("source", source, cfg)
+    if len(source) != rows:
+        raise ValueError(f"source has {len(source)} rows, tokens have {rows}")
     places = inputs.places("source_", source.shape, cfg, valid=source_valid)
     x_BSD = embed(params, source, cfg)
     with scope("encoder"):

@@ -19,9 +19,10 @@ ITEMS = ("params", "rest")
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Keeps the newest ``keep`` and the one of lowest validation loss."""
+    """The checkpoints of one directory. Keeps the newest ``keep`` and the one of lowest validation loss. ``read_only``:
+    changes nothing on disk, whatever it finds; the directory must exist (FileNotFoundError)."""
 
-    def __init__(self, directory: Path | str, keep: int = 2):
+    def __init__(self, directory: Path | str, keep: int = 2, read_only: bool = False):
         import orbax.checkpoint as ocp
         from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
@@ -29,6 +30,8 @@ class Checkpoints:
         best = BestN(get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False)
         self._ocp = ocp
         self.directory = Path(directory).resolve()
+        if read_only and not self.directory.is_dir():
+            raise FileNotFoundError(f"no checkpoint in {self.directory}: there is no such directory")
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={name: ocp.StandardCheckpointHandler() for name in ITEMS},
@@ -36,7 +39,9 @@ class Checkpoints:
                 preservation_policy=AnyPreservationPolicy([LatestN(n=keep), best]),
                 best_fn=lambda metrics: metrics["loss"],  # without it the policy sees no metrics
                 best_mode="min",
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+                create=not read_only,
             ),
         )
 

@@ -51,6 +51,10 @@ def loss_sum(
     chunk: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The numerator of ``loss``, and sums (nll, correct, weight) that may be added over microbatches and devices."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk} must be at least 1 position, or None for all")
     check(batch, cfg)
     given = {name: batch[name] for name in OPTIONAL if name in batch}
     hidden_BTD = model.hidden(params, batch["tokens"], cfg, key=key, **given)

@@ -1,5 +1,6 @@
 """AdamW with a learning-rate schedule, by optax."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxformer import spec as specs
-from jaxformer.component import nearest
-from jaxformer.config import ModelConfig, Strict
+from jaxformer.config import ModelConfig
 from jaxformer.nn import model
+from jaxformer.record import Strict, within
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,10 @@ class OptimConfig(Strict):
     """Largest global gradient norm; 0: no clipping."""
 
     def __post_init__(self):
-        for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must be above 0")
-        for name in ("warmup_steps", "final_lr", "weight_decay", "clip_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optim.{name}={getattr(self, name)} must not be negative")
-        for name in ("beta1", "beta2", "decay_steps"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name}={getattr(self, name)} is outside [0, 1)")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"unknown optim.schedule {self.schedule!r}{nearest(self.schedule, SCHEDULES)}")
+        super().__post_init__()
+        within(self, 0, math.inf, "lr", "eps", open_low=True, prefix="optim.")
+        within(self, 0, math.inf, "warmup_steps", "final_lr", "weight_decay", "clip_norm", prefix="optim.")
+        within(self, 0, 1, "beta1", "beta2", "decay_steps", prefix="optim.")
 
 
 def _cosine(cfg, step, steps):

@@ -70,17 +70,17 @@ class Report:
         self._pending = None
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the loss of step {step} is {metrics['loss']}: lower optim.lr or look at the data")
-        if self._clock is None:  # the first step was compilation; the clock starts after it
+        if self._clock is None:  # the first step was compilation: the clock starts after it
             self._clock, self._first = time.perf_counter(), step
-            return
-        self._tokens += metrics["weight"]
+        else:
+            self._tokens += metrics["weight"]
         elapsed = time.perf_counter() - self._clock
-        speed = self._tokens / elapsed
+        speed = self._tokens / max(elapsed, 1e-9)
         shown = f"loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, shown=shown)
         if step % self._log_every == 0:
-            self._write(step, "train", metrics | {"tokens_per_second": speed})
-        if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY:
+            self._write(step, "train", metrics | ({"tokens_per_second": speed} if step > self._first else {}))
+        if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY and step > self._first:
             self._last_plain = time.perf_counter()
             left = (self._steps - step) * elapsed / (step - self._first)
             self.console.print(f"step {step}/{self._steps}  {shown}  left {left / 60:.1f} min")
@@ -88,8 +88,9 @@ class Report:
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """After an evaluation: written to the files, shown, and drawn."""
         self._show_pending()
-        self._write(step, "validation", metrics)
-        self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
+        if metrics:
+            self._write(step, "validation", metrics)
+            self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
         draw_losses(self._path, self.directory / "loss.png")
 
     def sample(self, step: int, title: str, text: str) -> None:

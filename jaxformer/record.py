@@ -1,0 +1,101 @@
+"""Config records: frozen dataclasses that refuse what does not fit a field, and how they are written and read."""
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from typing import Any, ClassVar, Literal
+
+from jaxformer.component import nearest
+
+
+class Strict:
+    """Base of every config: an unknown field, or a value that is not of its field's type, is a ValueError that names it and
+    the nearest right thing. Numbers must be finite. ``UNCHECKED`` names fields of other types than they are annotated with."""
+
+    UNCHECKED: ClassVar[tuple[str, ...]] = ()
+
+    def __new__(cls, *args, **kwargs):
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in kwargs:
+            if name not in known:
+                raise ValueError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name in self.UNCHECKED or fits(value, field.type):
+                continue
+            if typing.get_origin(field.type) is Literal:
+                raise ValueError(f"unknown {field.name} {value!r}{nearest(value, typing.get_args(field.type))}")
+            raise ValueError(f"{field.name}={value!r} must be {_described(field.type)}")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are finite."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def within(record: Any, low: float, high: float, *names: str, open_low: bool = False, prefix: str = "") -> None:
+    """Raises ValueError for a field outside [low, high) — or (low, high) with ``open_low``. None is let through."""
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and not ((low < value if open_low else low <= value) and value < high):
+            least = f"above {low}" if open_low else f"at least {low}"
+            most = "" if high == math.inf else f" and below {high}"
+            raise ValueError(f"{prefix}{name}={value} must be {least}{most}")
+
+
+def _described(kind: Any) -> str:
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_described(one) for one in inner)
+    if typing.get_origin(kind) is tuple:
+        return f"a tuple of ({_described(inner[0])})"
+    names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def to_json(config: Any) -> str:
+    """A (nested) config as JSON. Raises ValueError for a component that no import path leads to."""
+    return json.dumps(_plain(config), indent=2)
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    plain = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and field.name not in record.UNCHECKED:
+            value = _plain(value)
+        elif not isinstance(value, str | int | float | tuple | None):
+            raise ValueError(
+                f"{field.name}={value!r} cannot be written to a file: define it at the top level of an importable module "
+                "(not of the script that runs), or give it as 'package.module:name'"
+            )
+        plain[field.name] = value
+    return plain
+
+
+def from_dict(cls: type, values: dict[str, Any]) -> Any:
+    """The config that ``dataclasses.asdict`` made ``values`` from. Raises ValueError for what does not fit."""
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    built = {}
+    for name, value in values.items():
+        kind = kinds.get(name)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            value = from_dict(kind, value)
+        built[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**built)
