@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 
 class Component(NamedTuple):
-    """The two functions every component has; ``site`` says where a position component acts (see ``nn.position``)."""
+    """The two functions every component has; ``site`` says where a position component acts (``nn.position``), ``key_value``
+    makes an attention component one that can cross (``nn.attention``)."""
 
     spec: Callable[..., Any]
     apply: Callable[..., Any]
     site: str = "input"
+    key_value: Callable[..., Any] | None = None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -62,16 +64,20 @@ def _find(kind: str, name: str) -> Any:
     return found
 
 
-def name_of(component: Any) -> Any:
-    """The import path that leads to ``component``, or ``component`` itself where none does (names pass through)."""
+def name_of(kind: str, component: Any) -> Any:
+    """The name or import path that leads to ``component``, or ``component`` itself where none does (strings pass through)."""
     if isinstance(component, str):
         return component
+    for name, choice in importlib.import_module(f"jaxformer.nn.{kind}").CHOICES.items():
+        if choice is component:
+            return name
     if isinstance(component, ModuleType):
         return component.__name__ + ":"
-    for owner in (component, getattr(component, "spec", None)):
-        module = sys.modules.get(getattr(owner, "__module__", None) or "")
-        if module is not None and module.__name__ != "__main__":  # a script cannot be imported again from elsewhere
-            for name, value in vars(module).items():
+    owners = (getattr(owner, "__module__", None) for owner in (component, getattr(component, "spec", None)))
+    likely = [sys.modules[name] for name in owners if name in sys.modules]
+    for module in (*likely, *list(sys.modules.values())):
+        if isinstance(module, ModuleType) and module.__name__ != "__main__":  # a script cannot be imported from elsewhere
+            for name, value in list(vars(module).items()):
                 if value is component:
                     return f"{module.__name__}:{name}"
     return component

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from jaxformer.component import name_of, resolve
@@ -117,7 +118,7 @@ class ModelConfig(Strict):
         set_ = functools.partial(object.__setattr__, self)
         for kind in COMPONENTS:
             resolve(kind, getattr(self, kind))
-            set_(kind, name_of(getattr(self, kind)))
+            set_(kind, name_of(kind, getattr(self, kind)))
         for name in ("dtype", "param_dtype"):
             set_(name, _dtype_name(name, getattr(self, name)))
         for name in ("n_kv_heads", "head_dim", "d_ff"):
@@ -195,4 +196,6 @@ def _dtype_name(name: str, value: Any) -> str:
         raise ValueError(f"{name}={value!r} is not a dtype; try 'float32' or 'bfloat16'") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{name}={value!r} must be a floating dtype, such as 'float32' or 'bfloat16'")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{name}={value!r} needs jax.config.update('jax_enable_x64', True): JAX would make float32 of it")
     return dtype.name

@@ -72,8 +72,9 @@ class Config(Strict):
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
 
 
-EXECUTION_FIELDS = ("scan", "remat", "dtype", "attention_dropout", "residual_dropout", "embedding_dropout")
-"""Fields of the model that may change when a run goes on: the function that its parameters define stays the same."""
+EXECUTION_FIELDS = ("scan", "remat", "dtype", "attention_dropout", "residual_dropout", "embedding_dropout", "max_length")
+"""Fields of the model that may change when a run goes on: the function that its parameters define stays the same (another
+max_length of a learned table is another shape, which the checkpoint refuses)."""
 
 
 def parse(arguments: list[str], default: Path) -> Config:
@@ -85,7 +86,7 @@ def parse(arguments: list[str], default: Path) -> Config:
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    return tyro.cli(Config, default=config, args=rest, description=f"{path}: {description}", prog="train.py [CONFIG.py]")
+    return tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
 
 
 def read_config(path: Path) -> tuple[Config, str]:

@@ -73,7 +73,7 @@ def listing(directory: Path) -> list[str]:
 
 
 def params_of(directory: Path, cfg: jf.ModelConfig = CFG) -> dict:
-    checkpoints = Checkpoints(directory)
+    checkpoints = Checkpoints(directory, read_only=True)
     try:
         return checkpoints.restore_params(like(cfg).params)
     finally:

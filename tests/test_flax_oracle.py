@@ -8,6 +8,7 @@ import pytest
 
 import jaxformer as jf
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, T, S, D, N, H, V = 2, 6, 4, 16, 4, 4, 11
 CFG = jf.ModelConfig(
     vocab_size=V, d_model=D, n_layers=1, n_heads=N, position="none", qkv_bias=True, out_bias=True, tied_head=True
@@ -26,11 +27,12 @@ def same(ours, theirs, params, *inputs, idle=()):
     idle: parameters whose gradient is zero.
     """
 
-    def run(f):
-        out, back = jax.vjp(jax.jit(f), params, *inputs)
-        return out, back(normal(*out.shape, seed=9))
+    @jax.jit
+    def both(params, *inputs):
+        pairs = [jax.vjp(f, params, *inputs) for f in (ours, theirs)]
+        return [(out, back(normal(*out.shape, seed=9))) for out, back in pairs]
 
-    found, expected = run(ours), run(theirs)
+    found, expected = both(params, *inputs)
     for path, leaf in jax.tree.leaves_with_path(expected):
         assert any(name in jax.tree_util.keystr(path) for name in idle) or np.abs(leaf).max() > 1e-2, path
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)

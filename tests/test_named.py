@@ -50,13 +50,18 @@ def test_capture_gives_every_activation_by_its_own_name(fields):
         ("*attention.weights", {"decoder.0.attention.weights", "decoder.1.attention.weights"}),
         ("decoder.1.*", {name for name in SHAPES if name.startswith("decoder.1.")}),
         ("embedding", {"embedding"}),
-        ("*nothing", set()),
     ],
 )
 def test_a_pattern_chooses(pattern, names):
     params = jax.eval_shape(lambda: jf.init(CFG, jax.random.key(0)))
     run = jf.capture(lambda params: jf.forward(params, tiny.tokens(CFG), CFG), pattern)
     assert jax.eval_shape(run, params)[1].keys() == names
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest():
+    run = jf.capture(lambda: jf.forward(jf.init(CFG, jax.random.key(0)), tiny.tokens(CFG), CFG), "decoder.1.atention.weights")
+    with pytest.raises(ValueError, match=r"did you mean 'decoder\.1\.attention\.weights'"):
+        jax.eval_shape(run)
 
 
 def test_attention_weights_are_distributions_over_what_is_visible():

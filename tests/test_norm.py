@@ -7,6 +7,7 @@ import pytest
 
 import jaxformer as jf
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 D = 16
 CFG = {name: jf.ModelConfig(vocab_size=5, d_model=D, n_layers=1, n_heads=1, norm=name) for name in ("layer", "rms")}
 

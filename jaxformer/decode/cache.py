@@ -45,11 +45,11 @@ class Cache:
         if length > self.length or (not isinstance(self.used, jax.core.Tracer) and int(self.used) + length > self.length):
             raise ValueError(f"{length} tokens do not fit: {self.used} of the cache's {self.length} slots are used")
         valid = jnp.ones(shape, bool) if valid is None else jnp.broadcast_to(valid, shape)
-        if positions is None:
-            positions = self.valid.sum(1, keepdims=True) + jnp.maximum(jnp.cumsum(valid, axis=1) - 1, 0)
-        chunk = inputs.places("", shape, cfg, positions, valid=valid)
+        before = self.valid.sum(1, keepdims=True)
+        order = before + jnp.cumsum(valid, axis=1) - 1
+        chunk = inputs.places("", shape, cfg, jnp.maximum(order, before) if positions is None else positions, valid=valid)
         at = (0, self.used)
-        return Places(self.used + chunk.order, chunk.position, None, chunk.valid), dataclasses.replace(
+        return Places(order, chunk.position, None, chunk.valid), dataclasses.replace(
             self,
             used=self.used + length,
             position=jax.lax.dynamic_update_slice(self.position, chunk.position.astype(jnp.int32), at),
@@ -71,8 +71,8 @@ class Writer:
     def __init__(self, cache: Cache, index: int, start: jax.Array):
         self.entry = cache.layers[index]
         self._start = start
-        slots = jnp.arange(cache.length, dtype=jnp.int32)[None]
-        self._places = Places(slots, cache.position, None, cache.valid)
+        # The order of a slot counts the row's valid tokens up to it, so that padding takes nothing from a window.
+        self._places = Places(jnp.cumsum(cache.valid, axis=1) - 1, cache.position, None, cache.valid)
 
     def extend(self, new: KeyValue) -> KeyValue:
         """Writes the chunk's keys and values into their slots; gives the whole cache to read."""

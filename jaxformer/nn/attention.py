@@ -134,6 +134,14 @@ def grouped_apply(
 KeyValue = tuple[jax.Array, jax.Array, Places]
 
 
+def source_key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
+    """What cross-attention reads of the encoder's output, by the component's own ``key_value``."""
+    component = resolve("attention", cfg.attention)
+    if getattr(component, "key_value", None) is None:
+        raise ValueError(f"attention={cfg.attention!r} needs key_value(params, x, cfg, places) to serve as cross-attention")
+    return component.key_value(params, x_BSD, cfg, places)
+
+
 def query(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """[B, K, G, T, H]"""
     q_BKGTH = dense("BTD,DKGH->BKGTH", x_BTD, params["query"], _over_time(params.get("query_bias")))
@@ -151,4 +159,4 @@ def _over_time(head_bias: jax.Array | None) -> jax.Array | None:
     return None if head_bias is None else head_bias[..., None, :]  # [K, (G,) H] -> [K, (G,) 1, H]
 
 
-CHOICES = {"grouped": Component(grouped_spec, grouped_apply)}
+CHOICES = {"grouped": Component(grouped_spec, grouped_apply, key_value=key_value)}

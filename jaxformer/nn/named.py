@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 
 Listener = Callable[[str, jax.Array], jax.Array]
@@ -57,21 +58,26 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 def capture(f: Callable[..., Any], pattern: str = "*") -> Callable[..., tuple[Any, dict[str, jax.Array]]]:
-    """``f`` that also returns the activations whose names match the shell-style ``pattern``. It may be jitted:
+    """``f`` that also returns the activations whose names match the shell-style ``pattern``. The result may be jitted, ``f``
+    itself not (what is traced inside it cannot get out). Raises ValueError if nothing matches.
 
     >>> logits, seen = jax.jit(capture(lambda p, t: jf.forward(p, t, cfg), "*attention.weights"))(params, tokens)
     """
 
     def run(*args, **kwargs):
         seen: dict[str, jax.Array] = {}
+        names: set[str] = set()
 
         def keep(name, x):
+            names.add(name)
             if fnmatch(name, pattern):
                 seen[name] = x
             return x
 
         with listen(keep):
             out = f(*args, **kwargs)
+        if not seen:
+            raise ValueError(f"no activation matches {pattern!r}{nearest(pattern, names)}")
         return out, seen
 
     return run

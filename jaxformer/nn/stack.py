@@ -10,7 +10,7 @@ from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, block, norm, position
 from jaxformer.nn.dense import child, dropout
-from jaxformer.nn.mask import Places
+from jaxformer.nn.mask import Places, arange
 from jaxformer.nn.named import listening, scope
 
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -31,7 +31,7 @@ def apply(
     x_BTD: jax.Array,
     cfg: ModelConfig,
     *,
-    places: Places,
+    places: Places | None = None,
     memory: tuple[jax.Array, Places] | None = None,
     cache=None,
     key: jax.Array | None = None,
@@ -40,6 +40,7 @@ def apply(
 
     memory: what cross-attention reads, [B, S, D], and where it stands.
     """
+    places = arange(x_BTD.shape[1]) if places is None else places
     position_params = params.get("position", {})
     if position.site(cfg) == "input":
         x_BTD = position.apply(position_params, x_BTD, places.position, cfg)
@@ -50,7 +51,7 @@ def apply(
         """``layer``: this layer's config; ``index``: its number, which may be traced."""
 
         def source_key_value(cross_params):
-            return None if memory is None else attention.key_value(cross_params, memory[0], layer, memory[1])
+            return None if memory is None else attention.source_key_value(cross_params, memory[0], layer, memory[1])
 
         def read(cross_params):
             return source_key_value(cross_params) if writer is None else writer.remember(source_key_value(cross_params))
@@ -78,7 +79,7 @@ def apply(
 def _cached_layers(params, x_BTD, cfg, run, cache, places):
     entries = []
     for index, layer, layer_params in _numbered(params, cfg):
-        writer = cache.writer(index, start=places.order[0, 0])
+        writer = cache.writer(index, start=cache.used - x_BTD.shape[1])
         with scope(str(index)):
             x_BTD = run(layer, index, layer_params, x_BTD, writer)
         entries.append(writer.entry)
