@@ -1,4 +1,4 @@
-"""Training states that differ in every number, saved and restored, for the tests of checkpoints."""
+"""Training states that differ in every parameter, saved and restored, for the tests of checkpoints."""
 
 import dataclasses
 import functools
@@ -11,7 +11,9 @@ import numpy as np
 
 import jaxformer as jf
 from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.step import TrainState, init_state
+from jaxformer.training.optim import optimizer
+from jaxformer.training.step import TrainState
+from tests import tiny
 
 CFG = jf.presets.llama(vocab_size=64, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, residual_dropout=0.2)
 OPTIM = jf.OptimConfig(warmup_steps=2)
@@ -19,7 +21,8 @@ STEPS = 6
 
 
 def fresh(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
-    return init_state(cfg, optim, STEPS, seed=0)
+    params = tiny.drawn(cfg)
+    return TrainState(jnp.int32(0), params, optimizer(optim, STEPS, cfg).init(params), jax.random.key(5))
 
 
 def like(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
@@ -27,10 +30,10 @@ def like(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState
 
 
 def at(step: int, state: TrainState | None = None) -> TrainState:
-    """A state of that step that differs from every other step's in every number."""
+    """A state of that step whose parameters all differ from every other step's."""
     state = state or fresh()
-    add = lambda x: x + jnp.asarray(step, x.dtype)
-    return dataclasses.replace(state, step=jnp.int32(step), params=jax.tree.map(add, state.params))
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x) + np.asarray(step, x.dtype)), state.params)
+    return dataclasses.replace(state, step=jnp.int32(step), params=params)
 
 
 def content(state: TrainState) -> dict[str, np.ndarray]:

@@ -14,6 +14,8 @@ import jaxformer as jf
 from jaxformer.component import Component
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NO_NORM = Component(lambda cfg, dim="D": {}, lambda params, x, cfg: x)
 NOTHING = Component(lambda cfg: {}, lambda params, x_BTD, cfg, **where: jnp.zeros_like(x_BTD))
 
@@ -140,7 +142,7 @@ def test_nothing_to_learn_is_zero_with_zero_gradients(chunk):
     cfg = shallow("gpt2")
     batch = tiny.batch(cfg) | {"weights": np.zeros((4, 8), np.float32)}
     total = lambda params: jf.loss(params, batch, cfg, chunk=chunk)
-    (loss, metrics), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(jf.init(cfg, jax.random.key(0)))
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(tiny.drawn(cfg))
     assert loss == 0.0 and metrics["loss"] == 0.0 and metrics["weight"] == 0.0
     assert all((np.asarray(leaf) == 0.0).all() for leaf in jax.tree.leaves(grads))  # NaN would not be
 
@@ -181,10 +183,17 @@ def float32_sizes(program: str) -> list[int]:
     return [int(np.prod([int(n) for n in re.split("[x,]", shape) if n])) for shape in shapes]
 
 
-def test_chunked_program_holds_no_logits_of_the_whole_sequence():
+@pytest.fixture
+def full_compilation(quick_compilation):
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def test_chunked_program_holds_no_logits_of_the_whole_sequence(full_compilation):
     rows, length, vocab_size = 2, 23, 97
     cfg = jf.presets.llama(vocab_size=vocab_size, d_model=8, n_layers=1, n_heads=1, d_ff=16, tied_head=True)
-    params, batch = jf.init(cfg, jax.random.key(0)), tiny.batch(cfg, rows, length)
+    params, batch = tiny.drawn(cfg), tiny.batch(cfg, rows, length)
 
     def sizes(chunk):
         lowered = jax.jit(jax.grad(lambda p, b: jf.loss(p, b, cfg, chunk=chunk)[0])).lower(params, batch)
@@ -213,7 +222,7 @@ def test_an_id_outside_the_vocabulary_raises(entry, bad):
     batch = batch_of(np.ones((2, 3)), np.ones((2, 3))) | {"source": np.ones((2, 3), np.int32)}
     batch[entry][1, 2] = bad
     with pytest.raises(ValueError, match=rf"{entry}\[1, 2\] = {bad} is outside the vocabulary of 8"):
-        jf.loss(jf.init(cfg, jax.random.key(0)), batch, cfg)
+        jf.loss(tiny.drawn(cfg), batch, cfg)
 
 
 @pytest.mark.parametrize(("entry", "bad"), [("targets", 8), ("targets", -1), ("tokens", 8), ("tokens", -1)])
@@ -246,7 +255,7 @@ def test_a_missing_source_is_named():
     batch = tiny.batch(cfg)
     del batch["source"]
     with pytest.raises(ValueError, match="lacks source"):
-        jf.loss(jf.init(cfg, jax.random.key(0)), batch, cfg)
+        jf.loss(tiny.drawn(cfg), batch, cfg)
 
 
 @pytest.mark.parametrize(("entry", "near"), [("segment_ids", "segments"), ("target", "targets"), ("source_mask", "source")])

@@ -48,14 +48,16 @@ def test_epsilon_stands_inside_the_root(name):
 @pytest.mark.parametrize("name", CFG)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_result_has_the_inputs_dtype_and_float32_statistics(name, dtype):
-    params, x = drawn(name, dtype)
+    params, x = drawn(name)
+    x = (x + 100 if name == "layer" else x).astype(dtype)  # a mean of about 102 is known to 0.25 in bfloat16
     y = jf.norm.apply(params, x, CFG[name])
     assert y.dtype == dtype
-    # the result, the gain and the product are each rounded to the dtype once; entries are below 8
+    # the result, the gain and the product are each rounded to the dtype once, and entries are below 8; a float32 mean of
+    # about 102 is known to 1e-5
     eps = float(jnp.finfo(dtype).eps)
     exact = formula(params, x, name)
     assert np.abs(exact).max() < 8
-    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2 * eps + 1e-6, atol=eps + 1e-6)
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2 * eps + 1e-5, atol=eps + 1e-5)
 
 
 @pytest.mark.parametrize("name", CFG)

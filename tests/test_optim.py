@@ -11,6 +11,8 @@ import jaxformer as jf
 from jaxformer.training.optim import learning_rate, optimizer
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SCHEDULES = ("cosine", "wsd", "inverse_sqrt", "constant")
 
 
@@ -126,7 +128,7 @@ def test_decay_is_of_all_but_norms_and_biases(name):
         zeros = jax.tree.map(jnp.zeros_like, params)
         return optax.apply_updates(params, transform.update(zeros, transform.init(params), params)[0])
 
-    params = jax.tree.map(jnp.ones_like, jf.init(model, jax.random.key(0)))
+    params = jax.tree.map(jnp.ones_like, tiny.drawn(model))
     after = flatten_dict(moved(params), sep=".")
     assert any(map(is_norm_or_bias, after)) and not all(map(is_norm_or_bias, after))
     for path, leaf in after.items():

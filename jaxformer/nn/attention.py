@@ -51,12 +51,15 @@ def attend(
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    weights = jax.nn.softmax(scores) if mask_BTS is None else _masked_softmax(scores, mask_BTS[:, None, None])
+    if mask_BTS is None and bias is None:
+        weights = jax.nn.softmax(scores)
+    else:  # a bias may hide keys too, by −inf
+        weights = _masked_softmax(scores, True if mask_BTS is None else mask_BTS[:, None, None])
     weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
     return jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH)
 
 
-def _masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+def _masked_softmax(scores: jax.Array, mask: jax.Array | bool) -> jax.Array:
     # Hidden keys are −inf once, after all else. A row with none visible has maximum −inf and sum 0: both are replaced, so
     # that its weights are exp(−inf) / 1 = 0 and no −inf − −inf or 0 / 0 arises, in the backward pass either.
     scores = jnp.where(mask, scores, -jnp.inf)

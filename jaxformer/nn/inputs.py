@@ -18,6 +18,8 @@ def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
     ids = _integers(name, ids)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have the shape [batch, length], not {ids.shape}")
+    if not ids.size:
+        raise ValueError(f"{name} is empty: its shape is {ids.shape}")
     return _within(name, ids, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
 
 

@@ -67,7 +67,7 @@ def hidden(
     source_valid [B, S]: what an encoder–decoder reads. key: turns dropout on.
 
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
-    that are not the config's. Inside ``jit``, where values are not known, such ids and positions give NaN.
+    that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
     """
     specs.check(params, spec(cfg), cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
@@ -90,7 +90,7 @@ def hidden(
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Rows of the embedding table, times sqrt(D) if the config says so: [B, T, D] in the compute dtype."""
-    table_VD = params["embedding"]["token"].astype(cfg.dtype)
+    table_VD = jnp.asarray(params["embedding"]["token"], cfg.dtype)
     x_BTD = table_VD.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     if cfg.scale_embedding:
         x_BTD = x_BTD * jnp.asarray(cfg.d_model**0.5, x_BTD.dtype)
@@ -121,8 +121,8 @@ def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Pl
     if len(source) != rows:
         raise ValueError(f"source has {len(source)} rows, tokens have {rows}")
     places = inputs.places("source_", source.shape, cfg, valid=source_valid)
-    x_BSD = embed(params, source, cfg)
     with scope("encoder"):
+        x_BSD = embed(params, source, cfg)
         x_BSD = stack.apply(params["encoder"], x_BSD, cfg.encoder, places=places, key=child(key, "encoder"))
     return x_BSD, places
 

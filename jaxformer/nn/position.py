@@ -51,13 +51,15 @@ def rotate(x: jax.Array, angle: jax.Array, layout: str) -> jax.Array:
 
     x [..., H]; angle [..., H/2], broadcast; layout "interleaved" pairs (2i, 2i+1), "half" pairs (i, i + H/2).
     """
+    if layout not in ("interleaved", "half"):
+        raise ValueError(f"layout={layout!r} must be 'interleaved' or 'half'")
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     x32 = x.astype(jnp.float32)
+    a, b = jnp.split(x32, 2, axis=-1) if layout == "half" else (x32[..., 0::2], x32[..., 1::2])
+    a, b = a * cos - b * sin, a * sin + b * cos
     if layout == "half":
-        a, b = jnp.split(x32, 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
-    a, b = x32[..., 0::2], x32[..., 1::2]
-    return jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape).astype(x.dtype)
+        return jnp.concatenate([a, b], axis=-1).astype(x.dtype)
+    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], x.shape[-1]).astype(x.dtype)
 
 
 def _no_spec(cfg):
@@ -75,7 +77,7 @@ def _learned_spec(cfg):
 def _learned_apply(params, x_BTD, positions_BT, cfg):
     # A position outside the table is an error where it can be seen (nn.inputs); inside jit it cannot be, and turns the
     # row into NaN: indexing would silently repeat the last one.
-    rows = params["table"].astype(x_BTD.dtype)
+    rows = jnp.asarray(params["table"], x_BTD.dtype)
     inside = (positions_BT >= 0) & (positions_BT < rows.shape[0])
     return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT].get(mode="clip"), jnp.nan)
 
