@@ -12,7 +12,7 @@ import numpy as np
 import jaxformer as jf
 from jaxformer.training.checkpoint import Checkpoints
 from jaxformer.training.optim import optimizer
-from jaxformer.training.step import TrainState
+from jaxformer.training.step import TrainState, init_state
 from tests import tiny
 
 CFG = jf.presets.llama(vocab_size=64, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, residual_dropout=0.2)
@@ -26,7 +26,7 @@ def fresh(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainStat
 
 
 def like(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
-    return jax.eval_shape(functools.partial(fresh, cfg, optim))
+    return jax.eval_shape(functools.partial(init_state, cfg, optim, STEPS, 0))
 
 
 def at(step: int, state: TrainState | None = None) -> TrainState:

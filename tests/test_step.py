@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,16 @@ def test_devices_train_the_same(model, kind, devices):
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_microbatches_on_devices_train_the_same(kind):
     assert_same_training(trained("decoder", kind, 2, 2), trained("decoder", "jit", 1))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_each_device_computes_its_own_part_of_every_microbatch(kind, microbatches):
+    """Seen in the logits of the compiled program: [rows, T, V] of one device, one microbatch at a time."""
+    place = placement("decoder", kind, 2, microbatches)
+    program = place.step.lower(place.put_state(fresh("decoder")), place.put_batch(batches("decoder")[0])).compile().as_text()
+    rows = [int(n) for n in re.findall(r"f32\[(\d+),8,67\]", program)]
+    assert max(rows) == ROWS // 2 // microbatches
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
