@@ -34,12 +34,12 @@ def main(config: run.Config) -> None:
     train = config.train
     if not cfg.encoder_layers:
         tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
-    run.write_run(directory, config, tok)
 
     placement = place(config)
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
     checkpoints = Checkpoints(directory / "checkpoints", train.keep)
     restored = checkpoints.restore(jax.eval_shape(fresh))
+    run.write_run(directory, config, tok)  # now that nothing is refused any more
     start = 0 if restored is None else int(restored.step)
     state = placement.put_state(fresh() if restored is None else restored)
 
@@ -52,8 +52,6 @@ def main(config: run.Config) -> None:
         for step in range(start + 1, train.steps + 1):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             report.train(step, metrics)
-            if stop:
-                break
             if step % train.eval_every == 0 or step == train.steps:
                 whole = placement.get_state(state)
                 held_out = map(placement.put_evaluation, corpus.validation)
@@ -61,10 +59,12 @@ def main(config: run.Config) -> None:
                 report.validation(step, score)
                 report.sample(step, *sample(whole.params, config, corpus))
                 checkpoints.save(whole, score.get("loss"))
+            if stop:
+                break
     whole = placement.get_state(state)
     checkpoints.save(whole)  # nothing to do unless stopped between evaluations
     checkpoints.wait()
-    if stop:
+    if int(whole.step) < train.steps:
         print(f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there.")
         return
     if corpus.test_pairs:

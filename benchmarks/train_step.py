@@ -31,7 +31,7 @@ def ours(tokens: np.ndarray):
         residual_dropout=0.0,
         embedding_dropout=0.0,
     )
-    optim = jf.OptimConfig(lr=1e-4, clip_norm=0.0)
+    optim = jf.OptimConfig(lr=1e-4, schedule="constant", warmup_steps=0, beta2=0.999, clip_norm=0.0)
     update = jax.jit(make_update(cfg, optim, 1000), donate_argnums=0)
     state = [init_state(cfg, optim, 1000, 0)]
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((BATCH, LENGTH), np.float32)}

@@ -72,6 +72,8 @@ class Config(Strict):
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
 
 
+FITTED = ("model.vocab_size", "model.start_token")
+"""Fields that a run fits to its tokenizer."""
 EXECUTION_FIELDS = ("scan", "remat", "dtype", "attention_dropout", "residual_dropout", "embedding_dropout", "max_length")
 """Fields of the model that may change when a run goes on: the function that its parameters define stays the same (another
 max_length of a learned table is another shape, which the checkpoint refuses)."""
@@ -120,7 +122,7 @@ def open_run(config: Config) -> tuple[Path, Any, list[str]]:
     old, new = _fields(before), _fields(config)
     changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
     _refuse_architecture(before.model, config.model, changed, old, new, directory)
-    notes = [f"{name}: {old.get(name)} -> {new[name]}" for name in changed if name != "model.vocab_size"]
+    notes = [f"{name}: {old.get(name)} -> {new[name]}" for name in changed if name not in FITTED]
     return directory, tokenizer.load(directory), notes
 
 
@@ -156,7 +158,7 @@ def load(run_directory: str | Path) -> tuple[ModelConfig, dict, Any]:
     directory = Path(run_directory)
     cfg = read_run(directory).model
     like = specs.abstract(model.spec(cfg), cfg)
-    checkpoints = Checkpoints(directory / "checkpoints", read_only=True)
+    checkpoints = Checkpoints(directory / "checkpoints")
     try:
         params = checkpoints.restore_params(like)
     finally:
@@ -189,7 +191,7 @@ def _refuse_architecture(before: ModelConfig, now: ModelConfig, changed, old, ne
     # The file's vocab_size and start_token have been fitted to the tokenizer; the command line's not yet.
     if new["model.vocab_size"] <= old["model.vocab_size"]:
         now = dataclasses.replace(now, vocab_size=before.vocab_size, start_token=before.start_token)
-        fixed = [name for name in fixed if name not in ("model.vocab_size", "model.start_token")]
+        fixed = [name for name in fixed if name not in FITTED]
     if not fixed:
         return
     shapes = [{p: param.shape(cfg) for p, param in specs.walk(model.spec(cfg))} for cfg in (now, before)]

@@ -76,7 +76,7 @@ def listing(directory: Path) -> list[str]:
 
 
 def params_of(directory: Path, cfg: jf.ModelConfig = CFG) -> dict:
-    checkpoints = Checkpoints(directory, read_only=True)
+    checkpoints = Checkpoints(directory)
     try:
         return checkpoints.restore_params(like(cfg).params)
     finally:

@@ -50,6 +50,10 @@ def pmap(make_update: Callable[[str | None], Callable], devices: list | None = N
     """A copy of the state on each device, which sees its own rows; the update adds up over the axis ``"data"``."""
     devices = devices or jax.local_devices()
     count = len(devices)
+    each = NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))  # where pmap puts its results
+
+    def put_state(state):
+        return jax.device_put(jax.tree.map(lambda x: jax.numpy.stack([x] * count), state), each)
 
     def put_batch(batch):
         check_rows(batch, count)
@@ -57,8 +61,8 @@ def pmap(make_update: Callable[[str | None], Callable], devices: list | None = N
 
     return Placement(
         step=jax.pmap(make_update(AXIS), axis_name=AXIS, devices=devices, donate_argnums=0),
-        put_state=lambda state: jax.tree.map(lambda x: jax.numpy.stack([x] * count), state),
-        get_state=lambda state: jax.tree.map(lambda x: x[0], state),
+        put_state=put_state,
+        get_state=lambda state: jax.tree.map(lambda x: x.addressable_data(0)[0], state),
         put_batch=put_batch,
         put_evaluation=lambda batch: batch,
         get_metrics=lambda metrics: {name: float(value[0]) for name, value in metrics.items()},

@@ -5,7 +5,12 @@ optimizer. Steps lie in ``<run>/checkpoints/<step>``.
 """
 
 import dataclasses
+import functools
+import itertools
+import json
 import logging
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +24,46 @@ ITEMS = ("params", "rest")
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Keeps the newest ``keep`` and the one of lowest validation loss. ``read_only``:
-    changes nothing on disk, whatever it finds; the directory must exist (FileNotFoundError)."""
+    """The checkpoints of one directory. Keeps the newest ``keep`` and the one of lowest validation loss. Only ``save`` and
+    ``restore`` write: to read parameters disturbs no other process that saves."""
 
-    def __init__(self, directory: Path | str, keep: int = 2, read_only: bool = False):
+    def __init__(self, directory: Path | str, keep: int = 2):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it opens
+        self.directory, self._keep = Path(directory).resolve(), keep
+
+    @functools.cached_property
+    def _manager(self):
         import orbax.checkpoint as ocp
         from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it opens
         best = BestN(get_metric_fn=lambda metrics: metrics["loss"], reverse=True, n=1, keep_checkpoints_without_metrics=False)
-        self._ocp = ocp
-        self.directory = Path(directory).resolve()
-        if read_only and not self.directory.is_dir():
-            raise FileNotFoundError(f"no checkpoint in {self.directory}: there is no such directory")
-        self._manager = ocp.CheckpointManager(
+        return ocp.CheckpointManager(
             self.directory,
             item_handlers={name: ocp.StandardCheckpointHandler() for name in ITEMS},
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=AnyPreservationPolicy([LatestN(n=keep), best]),
+                preservation_policy=AnyPreservationPolicy([LatestN(n=self._keep), best]),
                 best_fn=lambda metrics: metrics["loss"],  # without it the policy sees no metrics
                 best_mode="min",
-                cleanup_tmp_directories=not read_only,
-                read_only=read_only,
-                create=not read_only,
             ),
         )
 
     def steps(self) -> list[int]:
         """Steps that have a directory, in order; whether each is whole only ``restore`` can tell."""
-        return sorted(self._manager.all_steps())
+        return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
 
     def save(self, state: TrainState, validation_loss: float | None = None) -> None:
         """Starts to write ``state`` under its step; returns once the arrays are copied. A step that exists is left as it is."""
+        import orbax.checkpoint as ocp
+
         step = int(state.step)
+        self.wait()
         if step in self.steps():
             return
-        args = self._ocp.args
+        known = validation_loss is not None and math.isfinite(validation_loss)
         self._manager.save(
             step,
-            args=args.Composite(**{name: args.StandardSave(item) for name, item in _split(state).items()}),
-            metrics=None if validation_loss is None else {"loss": validation_loss},
+            args=ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in _split(state).items()}),
+            metrics={"loss": validation_loss} if known else None,
             force=True,
         )
 
@@ -69,6 +74,15 @@ class Checkpoints:
         can come to that step again. Raises ValueError with a tree diff, and reads nothing, if what was saved is another tree,
         shape or dtype.
         """
+        for path in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
+            log.warning("removing the unfinished checkpoint %s", path)
+            shutil.rmtree(path)
+        for step in self.steps():
+            metrics = self.directory / str(step) / "metrics" / "metrics"
+            try:
+                json.loads(metrics.read_text() if metrics.exists() else "{}")
+            except ValueError as error:
+                self._set_aside(step, error)
         items = self._newest(_split(like), set_aside=True)
         if items is None:
             return None
@@ -88,31 +102,45 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until everything saved is on disk."""
-        self._manager.wait_until_finished()
+        if "_manager" in self.__dict__:
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        if "_manager" in self.__dict__:
+            self._manager.close()
 
     def _newest(self, like: dict[str, Any], set_aside: bool = False) -> dict[str, Any] | None:
+        import orbax.checkpoint as ocp
+
         for step in reversed(self.steps()):
-            try:
-                found = self._manager.item_metadata(step)
-                if absent := [name for name in like if name not in found or found[name] is None]:
-                    raise OSError(f"it lacks {' and '.join(absent)}")
-                self._refuse_another(step, like, found)
-                args = self._ocp.args
-                wanted = args.Composite(**{name: args.StandardRestore(item) for name, item in like.items()})
-                return dict(self._manager.restore(step, args=wanted).items())
-            except AnotherTree:
-                raise
-            except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
-                path = self.directory / str(step)
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                log.warning("skipping the incomplete checkpoint %s: %s", path, reason)
-                if set_aside:
-                    path.rename(path.with_name(f"{step}.broken"))
-                    self._manager.reload()
+            path = self.directory / str(step)
+            with ocp.StandardCheckpointer() as reader:
+                try:
+                    if absent := [name for name in like if not (path / name / "_METADATA").exists()]:
+                        raise OSError(f"it lacks {' and '.join(absent)}")
+                    found = {name: reader.metadata(path / name).item_metadata for name in like}
+                    if unreadable := [name for name in like if found[name] is None]:
+                        raise OSError(f"its {' and '.join(unreadable)} cannot be read")
+                    self._refuse_another(step, like, found)
+                    return {name: reader.restore(path / name, _on_one_device(item)) for name, item in like.items()}
+                except (AnotherTree, MemoryError, PermissionError):
+                    raise  # the files may be whole
+                except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
+                    if set_aside:
+                        self._set_aside(step, error)
+                    else:
+                        self._skip(step, error)
         return None
+
+    def _skip(self, step: int, error: Exception) -> None:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        log.warning("skipping the incomplete checkpoint %s: %s", self.directory / str(step), reason)
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        self._skip(step, error)
+        path = self.directory / str(step)
+        names = (path.with_name(f"{step}.broken{n or ''}") for n in itertools.count())
+        path.rename(next(name for name in names if not name.exists()))
 
     def _refuse_another(self, step: int, like: dict[str, Any], found: Any) -> None:
         for name, item in like.items():
@@ -121,22 +149,32 @@ class Checkpoints:
                 raise AnotherTree(f"checkpoint {where} holds other {name} than this run's:\n" + "\n".join(lines))
 
 
+def _on_one_device(like: Any) -> Any:
+    """Whatever devices it was saved on."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like)
+
+
 class AnotherTree(ValueError):
     """A checkpoint of another architecture, shape or dtype; the message is a tree diff."""
 
 
 def _split(state: TrainState) -> dict[str, Any]:
-    """The two items, of arrays or of their shapes; the key as the integers it is made of."""
+    """The two items, of arrays or of their shapes; the key as the integers it is made of, under the name of its kind."""
     abstract = isinstance(state.key, jax.ShapeDtypeStruct)
     key = jax.eval_shape(jax.random.key_data, state.key) if abstract else jax.random.key_data(state.key)
-    return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": key}}
+    return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": {_kind(state.key): key}}}
 
 
-def _wrap(data: jax.Array, like: Any) -> jax.Array:
+def _wrap(data: dict[str, jax.Array], like: Any) -> jax.Array:
     """The typed key, of the kind of ``like`` (a key or its shape), that ``data`` is the content of."""
-    impls = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(data, impl=impls[0])
+    return jax.random.wrap_key_data(data[_kind(like)], impl=_kind(like))
+
+
+def _kind(key: Any) -> str:
+    kinds: list[str] = []
+    jax.eval_shape(lambda key: kinds.append(str(jax.random.key_impl(key))), key)
+    return kinds[0]
 
 
 def _leaves(tree: Any) -> dict[str, str]:

@@ -85,7 +85,8 @@ def _accumulate(gradient, params, batch, key, microbatches):
     rows = jnp.shape(batch["tokens"])[0]
     if rows % microbatches:
         raise ValueError(f"a batch of {rows} rows does not divide into {microbatches} microbatches")
-    parts = jax.tree.map(lambda x: x.reshape(microbatches, rows // microbatches, *x.shape[1:]), batch)
+    # Every microbatch takes every n-th row, so that each device has its share of each.
+    parts = jax.tree.map(lambda x: x.reshape(rows // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def add(total, numbered):
         index, part = numbered
