@@ -39,8 +39,10 @@ def main(config: run.Config) -> None:
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
     checkpoints = Checkpoints(directory / "checkpoints", train.keep)
     restored = checkpoints.restore(jax.eval_shape(fresh))
-    run.write_run(directory, config, tok)  # now that nothing is refused any more
     start = 0 if restored is None else int(restored.step)
+    if start > train.steps:
+        raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
+    run.write_run(directory, config, tok)  # now that nothing is refused any more
     state = placement.put_state(fresh() if restored is None else restored)
 
     began = time.perf_counter()
@@ -57,7 +59,8 @@ def main(config: run.Config) -> None:
                 held_out = map(placement.put_evaluation, corpus.validation)
                 score = evaluate.validation(compiled, whole.params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
-                report.sample(step, *sample(whole.params, config, corpus))
+                if train.sample_tokens:
+                    report.sample(step, *sample(whole.params, config, corpus))
                 checkpoints.save(whole, score.get("loss"))
             if stop:
                 break

@@ -32,7 +32,7 @@ def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_by
 def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
     """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
     encoded = [tok.encode(text) for text in sources]
-    width = max(map(len, encoded))
+    width = max(map(len, encoded), default=0)
     ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)
     valid = np.arange(width) < np.array([len(ids) for ids in encoded])[:, None]
     outputs = []
@@ -64,15 +64,16 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
     Beyond ``cfg.max_length`` the model goes on from the last half of that: no position is used that it was not made for.
     """
     sampling = Sampling(temperature=temperature) if temperature else GREEDY
-    text, key = tok.encode(prompt) or [tok.eos_id], jax.random.key(seed)
+    ends = (tok.eos_id,) if tok.eos_id >= 0 else ()
+    text, key = tok.encode(prompt) or [*ends, tok.pad_id][:1], jax.random.key(seed)
     goal = len(text) + tokens
     while len(text) < goal:
         read = text if len(text) < cfg.max_length else text[-max(1, cfg.max_length // 2) :]
         room = min(goal - len(text), cfg.max_length - len(read))
         key, own = jax.random.split(key)
-        out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=(tok.eos_id,), pad=tok.pad_id)
+        out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=ends, pad=tok.pad_id)
         text = text + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
-        if text[-1] == tok.eos_id:
+        if text[-1] in ends:
             break
     return tok.decode(text)
 

@@ -246,3 +246,16 @@ def test_weights_are_arguments():
     closure = jax.jit(lambda ids: _generate(params, ids, valid, None, None, key, *static))
     assert largest_constant(closure.lower(prompts)) >= smallest_kernel, "a weight in the program is seen here"
     assert largest_constant(_generate.lower(params, prompts, valid, None, None, key, *static)) < smallest_kernel
+
+
+def test_a_hole_takes_no_place_in_a_window_with_and_without_a_cache():
+    cfg = tiny.PRESETS["mistral"]
+    params, tokens = tiny.drawn(cfg), tiny.tokens(cfg, 1, 9)
+    valid = np.array([[True, True, False, False, True, True, True, False, True]])
+    whole = jf.forward(params, tokens, cfg, valid=valid)
+    cached, _ = jf.forward(params, tokens, cfg, valid=valid, cache=jf.init_cache(cfg, 1, 9))
+    alone = jf.forward(params, tokens[:, valid[0]], cfg)
+    scale = float(np.abs(alone).max())
+    assert np.abs(np.asarray(jf.forward(params, tokens, cfg))[valid] - alone[0]).max() > 1e-2 * scale  # holes matter
+    np.testing.assert_allclose(np.asarray(whole)[valid], alone[0], atol=1e-5 * scale)  # float32, sums in another order
+    np.testing.assert_allclose(np.asarray(cached)[valid], alone[0], atol=1e-5 * scale)

@@ -218,3 +218,9 @@ def test_positions_count_the_valid_tokens_of_each_segment(name):
     np.testing.assert_array_equal(counted_logits[counted], given_logits[counted])
     other = np.asarray(forward(params_of(GPT), tokens, GPT, positions=np.arange(6)[None, ::-1], **given))
     assert np.abs(other - counted_logits)[counted].max() > 1e-2, "positions matter"
+
+
+def test_segments_are_not_narrowed_into_one():
+    segments = np.array([[0, 0, 2**32, 2**32]])  # 0 in 32 bits
+    with pytest.raises(ValueError, match=r"segments\[0, 2\] = 4294967296 is outside the range of 32 bits"):
+        jf.forward(params_of(LLAMA), np.array([[3, 4, 5, 6]]), LLAMA, segments=segments)

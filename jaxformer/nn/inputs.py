@@ -27,15 +27,18 @@ def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, 
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
     if segments is not None:
-        segments = jnp.asarray(_shaped(f"{name}segments", _integers(f"{name}segments", segments), shape))
+        segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
+        segments = _within(f"{name}segments", segments, 2**31, "the range of 32 bits", low=-(2**31))
     if valid is not None:
         valid = jnp.asarray(valid)
         if valid.dtype != bool:
             raise ValueError(f"{name}valid must be boolean (True for a real token), not {valid.dtype}")
         valid = _shaped(f"{name}valid", valid, shape)
-    order = jnp.arange(length, dtype=jnp.int32)[None]
+    places = jnp.arange(length, dtype=jnp.int32)[None]
+    # Padding takes no place in a window: order counts what is valid, with and without a cache.
+    order = places if valid is None else jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
     if positions is None:
-        positions = _count(order, segments, valid)
+        positions = _count(places, segments, valid)
         table(name, length, cfg)
     else:
         positions = _shaped(f"{name}positions", _integers(f"{name}positions", positions), shape)
@@ -83,11 +86,11 @@ def _shaped(name: str, values: Any, shape: tuple[int, int]) -> Any:
     return values
 
 
-def _within(name: str, values: Any, limit: int, what: str) -> jax.Array:
-    """``values`` as int32; a concrete one outside [0, limit) raises."""
+def _within(name: str, values: Any, limit: int, what: str, low: int = 0) -> jax.Array:
+    """``values`` as int32; a concrete one outside [low, limit) raises."""
     if not isinstance(values, jax.core.Tracer) and values.size:
         known = np.asarray(values)
-        outside = np.argwhere((known < 0) | (known >= limit))
+        outside = np.argwhere((known < low) | (known >= limit))
         if outside.size:
             where = tuple(int(i) for i in outside[0])
             raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(known[where])} is outside {what}")

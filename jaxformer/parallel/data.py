@@ -1,4 +1,7 @@
-"""Data parallelism: the rows of a batch over devices, by ``jit`` with shardings or by ``pmap``. Same numbers either way."""
+"""Data parallelism: the rows of a batch over devices, by ``jit`` with shardings or by ``pmap``.
+
+The same numbers either way, up to the masks of dropout.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
