@@ -84,23 +84,11 @@ def generate(
     for token in (*eos, pad):
         if not 0 <= token < cfg.vocab_size:
             raise ValueError(f"eos or pad id {token} is outside the vocabulary of {cfg.vocab_size}")
-    source, source_valid = _source(source, source_valid, cfg, len(prompts))
+    if cfg.encoder_layers or source is not None or source_valid is not None:
+        source, places = inputs.source(source, source_valid, len(prompts), cfg)  # inside jit nothing could be refused
+        source_valid = places.valid
     key = jax.random.key(0) if key is None else key
     return _generate(params, prompts, valid, source, source_valid, key, cfg, max_new_tokens, sampling, tuple(eos), pad)
-
-
-def _source(source, source_valid, cfg, rows):
-    """What an encoder–decoder reads, checked here because inside ``jit`` it could not be."""
-    if source is None and source_valid is None and not cfg.encoder_layers:
-        return None, None
-    if not cfg.encoder_layers:
-        raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
-    if source is None:
-        raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
-    source = inputs.tokens("source", source, cfg)
-    if len(source) != rows:
-        raise ValueError(f"source has {len(source)} rows, prompts have {rows}")
-    return source, inputs.places("source_", source.shape, cfg, valid=source_valid).valid
 
 
 def _prompts(prompts, valid, cfg, source) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,18 @@ def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
     return _within(name, ids, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
 
 
+def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, Places]:
+    """What an encoder reads for ``rows`` rows of its decoder, int32 [B, S], and where it stands."""
+    if not cfg.encoder_layers:
+        raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
+    if ids is None:
+        raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
+    ids = tokens("source", ids, cfg)
+    if len(ids) != rows:
+        raise ValueError(f"source has {len(ids)} rows, its decoder has {rows}")
+    return ids, places("source_", ids.shape, cfg, valid=valid)
+
+
 def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape

@@ -113,14 +113,7 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Places]:
     """The encoder's output [B, S, D] and where it stands."""
-    if not cfg.encoder_layers:
-        raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
-    if source is None:
-        raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
-    source = inputs.tokens("source", source, cfg)
-    if len(source) != rows:
-        raise ValueError(f"source has {len(source)} rows, tokens have {rows}")
-    places = inputs.places("source_", source.shape, cfg, valid=source_valid)
+    source, places = inputs.source(source, source_valid, rows, cfg)
     with scope("encoder"):
         x_BSD = embed(params, source, cfg)
         x_BSD = stack.apply(params["encoder"], x_BSD, cfg.encoder, places=places, key=child(key, "encoder"))
