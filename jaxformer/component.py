@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 
 class Component(NamedTuple):
-    """The two functions every component has; ``site`` says where a position component acts (``nn.position``), ``key_value``
-    makes an attention component one that can cross (``nn.attention``)."""
+    """The two functions every component has; ``site`` says where a position component acts (``nn.position``); ``key_value``
+    makes an attention component one that can cross, ``cache`` one that can decode (``nn.attention``)."""
 
     spec: Callable[..., Any]
     apply: Callable[..., Any]
     site: str = "input"
     key_value: Callable[..., Any] | None = None
+    cache: Callable[..., Any] | None = None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

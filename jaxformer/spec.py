@@ -22,13 +22,15 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One tensor: ``dims``, a letter an axis; ``init(key, shape, dtype)``; whether weight decay applies; and the sizes of
-    letters that are this tensor's own, as pairs such as ``(("F", 64),)`` (any other letter's size is the config's)."""
+    """One tensor: ``dims``, a letter an axis; ``init(key, shape, dtype)``; whether weight decay applies; the sizes of letters
+    that are this tensor's own, as pairs such as ``(("F", 64),)`` (any other letter's size is the config's); and its own dtype
+    (None: ``cfg.param_dtype``)."""
 
     dims: str
     init: Initializer
     decay: bool = True
     sizes: tuple[tuple[str, int], ...] = ()
+    dtype: str | None = None
 
     def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
         sizes = cfg.sizes | dict(self.sizes)
@@ -91,7 +93,7 @@ def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
     def one(keys: tuple, param: Param) -> jax.Array:
         path = ".".join(entry.key for entry in keys)
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        shape, dtype = param.shape(cfg), jnp.dtype(cfg.param_dtype)
+        shape, dtype = param.shape(cfg), jnp.dtype(param.dtype or cfg.param_dtype)
         if not param.dims.startswith("L"):
             return param.init(own, shape, dtype)
         by_layer = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(shape[0]))
@@ -102,7 +104,7 @@ def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
 
 def abstract(spec: Tree, cfg: ModelConfig) -> Tree:
     """The tree of ``jax.ShapeDtypeStruct`` that ``init`` would fill: no memory, any size."""
-    return _map(lambda p: jax.ShapeDtypeStruct(p.shape(cfg), jnp.dtype(cfg.param_dtype)), spec)
+    return _map(lambda p: jax.ShapeDtypeStruct(p.shape(cfg), jnp.dtype(p.dtype or cfg.param_dtype)), spec)
 
 
 def decay_mask(spec: Tree) -> Tree:

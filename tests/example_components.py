@@ -84,7 +84,11 @@ class PlainNorm:
 
 
 class MeanAttention:
-    """Attention without queries: every position reads the mean of the values it may see."""
+    """Attention without queries: every position reads the mean of the values it may see, and keeps only those."""
+
+    @staticmethod
+    def cache(cfg):
+        return {"value": jf.Param("BKSH", jf.spec.zeros)}
 
     @staticmethod
     def spec(cfg):
@@ -94,8 +98,10 @@ class MeanAttention:
     def apply(params, x_BTD, cfg, *, places=None, position_params=None, memory=None, extend=None, key=None):
         places = jf.mask.arange(x_BTD.shape[1]) if places is None else places
         v_BKSH = dense("BSD,DKH->BKSH", x_BTD, params["value"])
-        kept = (v_BKSH, v_BKSH, places) if memory is None else memory
-        _, v_BKSH, key_places = kept if extend is None else extend(kept)
+        v_BKSH, key_places = (v_BKSH, places) if memory is None else memory[1:]
+        if extend is not None:
+            kept, key_places = extend({"value": v_BKSH})
+            v_BKSH = kept["value"]
         mask_BTS = jf.mask.visible(places, key_places, causal=cfg.causal, window=cfg.window).astype(v_BKSH.dtype)
         weights_BTS = mask_BTS / jnp.maximum(mask_BTS.sum(-1, keepdims=True), 1)
         mixed_BKTH = jnp.einsum("BTS,BKSH->BKTH", jnp.broadcast_to(weights_BTS, (len(x_BTD), *mask_BTS.shape[1:])), v_BKSH)

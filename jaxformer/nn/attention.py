@@ -17,7 +17,7 @@ from jaxformer.nn import norm, position
 from jaxformer.nn.dense import dense, dropout
 from jaxformer.nn.mask import Places, arange, visible
 from jaxformer.nn.named import named
-from jaxformer.spec import bias, kernel
+from jaxformer.spec import Param, bias, kernel, zeros
 
 
 def spec(cfg: ModelConfig) -> dict:
@@ -45,8 +45,7 @@ def attend(
     mask_BTS [1 or B, T, S], True where the query sees the key; bias broadcasts against [B, K, G, T, S]; ``observe`` is applied
     to the weights. A query that sees no key gives exactly zero, and finite gradients.
     """
-    scores = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
-    scores = scores / q_BKGTH.shape[-1] ** 0.5
+    scores = _scores(q_BKGTH, k_BKSH) / q_BKGTH.shape[-1] ** 0.5
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
@@ -57,6 +56,15 @@ def attend(
         weights = _masked_softmax(scores, True if mask_BTS is None else mask_BTS[:, None, None])
     weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
     return jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH)
+
+
+def _scores(q_BKGTH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
+    """q·k in float32, [B, K, G, T, S]."""
+    if q_BKGTH.shape[3] > 1:
+        return jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, preferred_element_type=jnp.float32)
+    # One query: keys come first, because CPUs transpose a second operand, which would copy all the cache's keys.
+    scores_BKSGT = jax.lax.dot_general(k_BKSH, q_BKGTH, (((3,), (4,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32)
+    return jnp.moveaxis(scores_BKSGT, 2, -1)
 
 
 def _masked_softmax(scores: jax.Array, mask: jax.Array | bool) -> jax.Array:
@@ -94,14 +102,15 @@ def grouped_apply(
     places: Places | None = None,
     position_params: dict | None = None,
     memory: "KeyValue | None" = None,
-    extend: "Callable[[KeyValue], KeyValue] | None" = None,
+    extend: "Callable[[Entries], tuple[Entries, Places]] | None" = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """[B, T, D] -> [B, T, D].
 
     places: where the queries stand (0 … T − 1 if not given). position_params: those of ``cfg.position``, if it has any.
     memory: keys and values to read instead of the sequence's own (cross-attention: no causality, no positions). extend:
-    adds the sequence's own keys and values to those kept so far (a cache) and gives all. key: turns dropout on.
+    adds what the sequence itself offers, under the names of ``cache``, to what is kept so far, and gives all of it and where it
+    stands. key: turns dropout on.
     """
     places = arange(x_BTD.shape[1]) if places is None else places
     site = position.site(cfg) if memory is None else "input"
@@ -114,7 +123,8 @@ def grouped_apply(
             q_BKGTH = encode(q_BKGTH, places.position, cfg)
             memory = (encode(memory[0], places.position, cfg), *memory[1:])
         if extend is not None:
-            memory = extend(memory)
+            kept, key_places = extend({"key": memory[0], "value": memory[1]})
+            memory = kept["key"], kept["value"], key_places
     k_BKSH, v_BKSH, key_places = memory
     mask_BTS = visible(places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window)
 
@@ -135,6 +145,20 @@ def grouped_apply(
 
 
 KeyValue = tuple[jax.Array, jax.Array, Places]
+Entries = dict[str, jax.Array]
+
+
+def cache(cfg: ModelConfig) -> dict[str, Param]:
+    """What the component keeps of a sequence while decoding: named tensors with letters, among them B and S."""
+    component = resolve("attention", cfg.attention)
+    if getattr(component, "cache", None) is None:
+        raise ValueError(f"attention={cfg.attention!r} needs cache(cfg), what it keeps of a sequence, to decode with a cache")
+    return component.cache(cfg)
+
+
+def grouped_cache(cfg: ModelConfig) -> dict[str, Param]:
+    """Keys and values of the K heads, as they are read."""
+    return {"key": Param("BKSH", zeros), "value": Param("BKSH", zeros)}
 
 
 def source_key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
@@ -162,4 +186,4 @@ def _over_time(head_bias: jax.Array | None) -> jax.Array | None:
     return None if head_bias is None else head_bias[..., None, :]  # [K, (G,) H] -> [K, (G,) 1, H]
 
 
-CHOICES = {"grouped": Component(grouped_spec, grouped_apply, key_value=key_value)}
+CHOICES = {"grouped": Component(grouped_spec, grouped_apply, key_value=key_value, cache=grouped_cache)}

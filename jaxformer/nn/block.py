@@ -6,7 +6,7 @@ import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, mlp, norm
-from jaxformer.nn.attention import KeyValue
+from jaxformer.nn.attention import Entries, KeyValue
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import named, scope
@@ -28,7 +28,7 @@ def apply(
     places: Places | None = None,
     position_params: dict | None = None,
     memory: Callable[[dict], KeyValue | None] | None = None,
-    extend: Callable[[KeyValue], KeyValue] | None = None,
+    extend: Callable[[Entries], tuple[Entries, Places]] | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """[B, T, D] -> [B, T, D]. memory: gives, from the cross-attention's parameters, the keys and values to read; the other

@@ -7,8 +7,18 @@ import jax.numpy as jnp
 
 
 def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """``einsum(equation, x, kernel) + bias`` in x's dtype; ``bias`` broadcasts against the result."""
-    y = jnp.einsum(equation, x, kernel.astype(x.dtype))
+    """``einsum(equation, x, kernel) + bias`` in x's dtype; ``bias`` broadcasts against the result.
+
+    The kernel is read in the order it is stored in: ``einsum`` would choose an order of operands and of contracted axes for
+    which CPUs first transpose the weights, at every step of decoding.
+    """
+    operands, result = equation.split("->")
+    x_dims, kernel_dims = operands.split(",")
+    contracted = [letter for letter in kernel_dims if letter not in result]
+    axes = tuple(tuple(dims.index(letter) for letter in contracted) for dims in (x_dims, kernel_dims))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    found = [letter for letter in x_dims + kernel_dims if letter not in contracted]
+    y = y.transpose([found.index(letter) for letter in result])
     return y if bias is None else y + bias.astype(x.dtype)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
-from jaxformer.nn import inputs, stack
+from jaxformer.nn import block, inputs, stack
 from jaxformer.nn.dense import child
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import named, scope
@@ -17,7 +17,7 @@ from jaxformer.spec import Param, kernel, normal
 
 @functools.cache
 def spec(cfg: ModelConfig) -> dict:
-    """Every parameter of the model, as a tree of ``Param``."""
+    """Every parameter of the model, as a tree of ``Param``, layers stacked."""
     std = cfg.d_model**-0.5 if cfg.scale_embedding else cfg.init_std
     parts = {"embedding": {"token": Param("VD", normal(std))}}
     if cfg.encoder_layers:
@@ -26,6 +26,19 @@ def spec(cfg: ModelConfig) -> dict:
     if not cfg.tied_head:
         parts["head"] = {"kernel": kernel(cfg, "D", "V")}
     return parts
+
+
+def unstack(params: dict, cfg: ModelConfig) -> dict:
+    """The same parameters with one tree a layer, under "0", "1", … Every function here takes them too. Decoding reads each
+    layer's weights from memory of their own, and ``generate`` would have to copy stacked ones at every call."""
+
+    def apart(part, layers):
+        if stack.is_unstacked(part["layers"]):
+            return part
+        return part | {"layers": {str(i): layer for i, layer in enumerate(stack.unstack(part["layers"], layers))}}
+
+    counts = {"decoder": cfg.n_layers} | ({"encoder": cfg.encoder_layers} if cfg.encoder_layers else {})
+    return params | {name: apart(params[name], count) for name, count in counts.items()}
 
 
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
@@ -69,7 +82,7 @@ def hidden(
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
     """
-    specs.check(params, spec(cfg), cfg)
+    _check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
     with _precision(cfg):
         memory = None
@@ -118,6 +131,21 @@ def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Pl
         x_BSD = embed(params, source, cfg)
         x_BSD = stack.apply(params["encoder"], x_BSD, cfg.encoder, places=places, key=child(key, "encoder"))
     return x_BSD, places
+
+
+def _check(params: dict, cfg: ModelConfig) -> None:
+    decoder = params.get("decoder") if isinstance(params, dict) else None
+    unstacked = isinstance(decoder, dict) and isinstance(decoder.get("layers"), dict) and stack.is_unstacked(decoder["layers"])
+    specs.check(params, _unstacked_spec(cfg) if unstacked else spec(cfg), cfg)
+
+
+@functools.cache
+def _unstacked_spec(cfg: ModelConfig) -> dict:
+    stacks = {"decoder": (cfg, cfg.encoder_layers > 0)} | ({"encoder": (cfg.encoder, False)} if cfg.encoder_layers else {})
+    parts = dict(spec(cfg))
+    for name, (own, crossing) in stacks.items():
+        parts[name] = parts[name] | {"layers": {str(i): block.spec(own, crossing) for i in range(own.n_layers)}}
+    return parts
 
 
 def _precision(cfg: ModelConfig):

@@ -79,7 +79,7 @@ def apply(
 def _cached_layers(params, x_BTD, cfg, run, cache, places):
     entries = []
     for index, layer, layer_params in _numbered(params, cfg):
-        writer = cache.writer(index, start=cache.used - x_BTD.shape[1])
+        writer = cache.writer(index, layer, places)
         with scope(str(index)):
             x_BTD = run(layer, index, layer_params, x_BTD, writer)
         entries.append(writer.entry)
@@ -91,7 +91,7 @@ def _layers(params, x_BTD, cfg, run):
     watched = listening()
     if cfg.remat != "none" and not watched:
         run = jax.checkpoint(run, static_argnums=0, policy=REMAT[cfg.remat])
-    if not cfg.scan or watched:
+    if not cfg.scan or watched or is_unstacked(params):
         for index, layer, layer_params in _numbered(params, cfg):
             with scope(str(index)):
                 x_BTD = run(layer, index, layer_params, x_BTD)
@@ -112,7 +112,13 @@ def _layers(params, x_BTD, cfg, run):
 
 def _numbered(params, cfg):
     """``(index, config, parameters)`` of every layer."""
-    return zip(range(cfg.n_layers), cfg.layers, unstack(params, cfg.n_layers), strict=True)
+    layers = [params[str(i)] for i in range(cfg.n_layers)] if is_unstacked(params) else unstack(params, cfg.n_layers)
+    return zip(range(cfg.n_layers), cfg.layers, layers, strict=True)
+
+
+def is_unstacked(params: dict) -> bool:
+    """Whether the layers' parameters are one tree a layer, under "0", "1", …"""
+    return "0" in params
 
 
 def unstack(params: dict, layers: int) -> list[dict]:
