@@ -50,7 +50,7 @@ class Cache:
             raise ValueError(f"{int(fed[row].sum())} tokens do not fit: {left} (row {row})")
         order = self.used[:, None] + jnp.cumsum(fed, axis=1, dtype=jnp.int32) - 1
         chunk = inputs.places("", shape, cfg, jnp.maximum(order, 0) if positions is None else positions, valid=valid)
-        return Places(order, chunk.position, None, chunk.valid), self.replace(used=used)
+        return Places(order, chunk.position, None, chunk.valid), dataclasses.replace(self, used=used)
 
     def writer(self, index: int, layer: ModelConfig, places: Places) -> "Writer":
         """For layer ``index``, of config ``layer``, and the chunk that was counted last, at ``places``."""
@@ -62,7 +62,7 @@ class Cache:
 
     def rewind(self, used: jax.Array) -> "Cache":
         """Forgets all but each row's first ``used`` [B] tokens; no further back than the ``ahead`` of a windowed cache."""
-        return self.replace(used=used)
+        return dataclasses.replace(self, used=used)
 
     def take(self, rows: jax.Array, source: bool = True) -> "Cache":
         """The cache of ``rows`` [any number], each a row of this one. source=False leaves the source's entries as they are,
@@ -93,9 +93,8 @@ class Writer:
         written = {name: _write(before[name], stored[name], slot, axis) for name, axis in self._axes.items()}
         self.entry = before | written
         kept, order, valid = self._readable(before, written, stored)
-        return {name: kept[name].astype(x.dtype) for name, x in new.items()}, Places(
-            order, kept.get("position", order), None, valid
-        )
+        places = Places(order, kept.get("position", order), None, valid)
+        return {name: kept[name].astype(x.dtype) for name, x in new.items()}, places
 
     def _slot(self) -> jax.Array:
         """Slot [B, T] of every token of the chunk; past the end, and all different, for those that are not kept."""

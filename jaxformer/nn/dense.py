@@ -15,8 +15,8 @@ def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
     operands, result = equation.split("->")
     x_dims, kernel_dims = operands.split(",")
     contracted = [letter for letter in kernel_dims if letter not in result]
-    axes = tuple(tuple(dims.index(letter) for letter in contracted) for dims in (x_dims, kernel_dims))
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), (axes, ((), ())))
+    x_axes, kernel_axes = ([dims.index(letter) for letter in contracted] for dims in (x_dims, kernel_dims))
+    y = jax.lax.dot_general(x, kernel.astype(x.dtype), ((x_axes, kernel_axes), ((), ())))
     found = [letter for letter in x_dims + kernel_dims if letter not in contracted]
     y = y.transpose([found.index(letter) for letter in result])
     return y if bias is None else y + bias.astype(x.dtype)
