@@ -13,7 +13,8 @@ from jaxformer import presets, spec
 from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.cache import Cache, init_cache
-from jaxformer.decode.generate import Sampling, generate
+from jaxformer.decode.generate import generate
+from jaxformer.decode.sampling import Sampling
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.named import capture, listen, named

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode.generate import GREEDY, Sampling, generate
+from jaxformer.decode.generate import generate
+from jaxformer.decode.sampling import GREEDY, Sampling
 from jaxformer.training.loss import means
 
 

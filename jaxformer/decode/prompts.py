@@ -1,0 +1,102 @@
+"""What generation starts from, checked before any work: prompts, ends, room, and shapes from a small set of sizes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ModelConfig
+from jaxformer.nn import inputs
+
+LEAST_BUCKET = 16
+
+
+def bucket(length: int) -> int:
+    """The least size of at least ``length`` among 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, …: four an octave, so that what
+    is compiled for sizes is seldom compiled, and at most a fifth of it is padding (a quarter of the length)."""
+    octave = 1 << (max(length, LEAST_BUCKET + 1) - 1).bit_length() - 1  # the power of two below
+    step = octave // 4
+    return max(LEAST_BUCKET, -(-length // step) * step)
+
+
+def padded(prompts: Any, valid: Any, cfg: ModelConfig, source: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as int32 [B, T], padded on the right to a bucket, and their lengths [B].
+
+    prompts: a list of token lists, [B, T] with ``valid``, or None for an encoder–decoder that has a start token.
+    """
+    if prompts is None:
+        if cfg.start_token is None or source is None:
+            raise ValueError("prompts may be None only for an encoder–decoder with a start_token, given source=")
+        prompts, valid = np.full((len(source), 1), cfg.start_token), None
+    rows = _rows(prompts, valid)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    ids = np.zeros((len(rows), int(lengths.max())), np.result_type(*rows))
+    filled = np.arange(ids.shape[1]) < lengths[:, None]
+    ids[filled] = np.concatenate(rows)
+    inputs.tokens("prompts", ids, cfg)
+    return np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1]))).astype(np.int32), lengths
+
+
+def _rows(prompts: Any, valid: Any) -> list[np.ndarray]:
+    """One array of ids a row, without padding."""
+    if valid is None and isinstance(prompts, list | tuple):
+        rows = [np.asarray(prompt) for prompt in prompts]
+        for row, prompt in enumerate(rows):
+            if prompt.ndim != 1:
+                raise ValueError(f"prompts must be lists of token ids, one a row; prompt {row} is {prompts[row]!r}")
+            if prompt.size == 0:
+                raise ValueError(f"prompt {row} is empty: give at least one token (a BOS, say)")
+        if not rows:
+            raise ValueError("prompts is empty: give at least one row")
+        return rows
+    ids = np.asarray(prompts)
+    if ids.ndim != 2 or not ids.size:
+        raise ValueError(f"prompts must have the shape [batch, length], not {ids.shape}")
+    if valid is None:
+        return list(ids)
+    valid = np.asarray(valid)
+    if valid.shape != ids.shape or valid.dtype != bool:
+        raise ValueError(f"valid must be boolean with the prompts' shape {ids.shape}, not {valid.dtype}{valid.shape}")
+    if not valid.any(1).all():
+        raise ValueError(f"prompt {int(valid.any(1).argmin())} has no valid token")
+    return [row[here] for row, here in zip(ids, valid, strict=True)]
+
+
+def room(cfg: ModelConfig, longest: int, max_new_tokens: int) -> int:
+    """Slots that a cache needs for prompts of up to ``longest`` tokens, rounded up to a bucket.
+
+    Raises ValueError where the last token that is read would stand past a learned table.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
+    needed = longest + max_new_tokens - 1
+    if needed > cfg.max_length and cfg.position == "learned":
+        raise ValueError(
+            f"a prompt of {longest} and {max_new_tokens} new tokens go past the learned table of "
+            f"max_length={cfg.max_length} positions"
+        )
+    return bucket(needed)
+
+
+def ends(eos: int | Sequence[int], pad: int, cfg: ModelConfig) -> tuple[int, ...]:
+    """The ids that end a row, checked together with ``pad``."""
+    ids = (eos,) if isinstance(eos, int) else tuple(int(i) for i in eos)
+    for name, token in (*(("eos", i) for i in ids), ("pad", pad)):
+        if not 0 <= token < cfg.vocab_size:
+            raise ValueError(f"{name} id {token} is outside the vocabulary of {cfg.vocab_size}")
+    return ids
+
+
+def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> tuple[Any, Any]:
+    """Source [B, S] and its validity, padded on the right to a bucket; None and None for a model without an encoder."""
+    if not cfg.encoder_layers and source is None and source_valid is None:
+        return None, None
+    ids, places = inputs.source(source, source_valid, rows, cfg)
+    valid = jnp.ones(ids.shape, bool) if places.valid is None else jnp.broadcast_to(places.valid, ids.shape)
+    length = ids.shape[1]
+    wanted = bucket(length)
+    if cfg.position == "learned":
+        wanted = min(wanted, cfg.max_length)
+    pad = ((0, 0), (0, wanted - length))
+    return jnp.pad(ids, pad), jnp.pad(valid, pad)

@@ -1,0 +1,226 @@
+"""How a token is chosen from logits: every method is a field of ``Sampling``, per row, and runs inside jit.
+
+The order is: repetition, presence and frequency penalties; bias and bans; minimum length; the user's own function; temperature;
+top-k; top-p; min-p; typical. Each works on what those before it have left.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxformer.record import Strict, within
+
+
+@dataclass(frozen=True)
+class Sampling(Strict):
+    """How tokens are chosen. Only ``transform`` and which fields are in use decide what is compiled, not their values."""
+
+    UNCHECKED = ("transform",)
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most probable token (greedy)."""
+    top_k: int = 0
+    """Keep the k most probable tokens, lowest id first among equals; 0 keeps all (Fan et al. 2018)."""
+    top_p: float = 1.0
+    """Keep a token iff the probability of those before it is below p, and always the most probable (Holtzman et al. 2020)."""
+    min_p: float = 0.0
+    """Keep a token iff its probability is at least min_p times that of the most probable (Nguyen et al. 2024)."""
+    typical_p: float = 1.0
+    """Keep the tokens of information nearest to the entropy, while those nearer have less mass than p (Meister et al. 2022)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens of the prompt and the output are divided by it if positive, else multiplied (Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that has been generated."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit as often as it has been generated."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, number) pairs, added to the logits."""
+    banned: tuple[int, ...] = ()
+    """Ids that are never chosen."""
+    min_new_tokens: int = 0
+    """No end token before so many others."""
+    transform: Callable[[jax.Array], jax.Array] | None = None
+    """The user's own logits [B, V] -> logits [B, V], a pure function."""
+
+    def __post_init__(self):
+        if isinstance(self.logit_bias, dict):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        super().__post_init__()
+        within(self, 0, math.inf, "temperature", "top_k", "min_new_tokens")
+        within(self, 0, math.inf, "repetition_penalty", open_low=True)
+        for name in ("top_p", "min_p", "typical_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1]")
+        if self.transform is not None and not callable(self.transform):
+            raise ValueError(f"transform={self.transform!r} must be a function of logits [B, V]")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NARROWING = ("top_k", "top_p", "min_p", "typical_p")
+NUMBERS = ("temperature", *NARROWING, *PENALTIES, "min_new_tokens")
+
+
+class Methods(NamedTuple):
+    """What of ``Sampling`` is in use: the part that decides what is compiled."""
+
+    names: frozenset[str]
+    transforms: tuple[Callable, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return "temperature" not in self.names
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what was generated matters."""
+        return bool(self.names.intersection(PENALTIES))
+
+
+@struct.dataclass
+class History:
+    """What a row has seen; None where no method asks for it."""
+
+    prompt: Any
+    """bool [B, V]: tokens of the prompt."""
+    counts: Any
+    """int32 [B, V]: how often each was generated."""
+
+
+def compile_sampling(sampling: Sampling | Sequence[Sampling], rows: int, vocab: int) -> tuple[Methods, dict[str, np.ndarray]]:
+    """The methods in use, and their values: [B, 1] each, ``bias`` [1 or B, V], ``transform`` [B, 1] (which, or −1).
+
+    Raises ValueError for ids outside the vocabulary, or where there is one ``Sampling`` a row but not for every row.
+    """
+    each = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+    if not all(isinstance(one, Sampling) for one in each) or (not isinstance(sampling, Sampling) and len(each) != rows):
+        raise ValueError(f"sampling must be a Sampling, or a list of {rows}, one a row; it is {sampling!r:.200}")
+    transforms = tuple(dict.fromkeys(one.transform for one in each if one.transform is not None))
+    values = {name: np.array([[getattr(one, name)] for one in each], np.float32) for name in NUMBERS}
+    values["transform"] = np.array([[transforms.index(one.transform) if one.transform else -1] for one in each], np.int32)
+    if any(one.logit_bias or one.banned for one in each):
+        values["bias"] = np.stack([_bias(one, vocab) for one in each])
+    neutral = Sampling(temperature=0.0)
+    used = {name for name in NUMBERS if any(getattr(one, name) != getattr(neutral, name) for one in each)}
+    # A greedy row takes the largest logit, which no narrowing removes and no temperature moves.
+    if "temperature" not in used:
+        used -= {*NARROWING}
+    return Methods(frozenset(used | ({"bias"} & values.keys())), transforms), values
+
+
+def _bias(one: Sampling, vocab: int) -> np.ndarray:
+    bias = np.zeros(vocab, np.float32)
+    for name, ids in (("logit_bias", [i for i, _ in one.logit_bias]), ("banned", one.banned)):
+        for i in ids:
+            if not 0 <= i < vocab:
+                raise ValueError(f"{name} id {i} is outside the vocabulary of {vocab}")
+    for i, number in one.logit_bias:
+        bias[i] += number
+    bias[list(one.banned)] = -np.inf
+    if not np.isfinite(bias).any():
+        raise ValueError("every token is banned")
+    return bias
+
+
+def choose(logits: jax.Array, methods: Methods, keys: jax.Array) -> jax.Array:
+    """Token ids [B] drawn from the logits [B, V] that ``shape`` gives, each row with its own key [B]."""
+    if methods.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def shape(logits: jax.Array, methods: Methods, values: dict, history: History | None, new: jax.Array, eos: tuple) -> jax.Array:
+    """Logits [B, V] of the distribution that a token is drawn from, −inf where it cannot be. Where only some rows are greedy,
+    those keep one token.
+
+    values: as ``compile_sampling`` gives them; new [B]: tokens generated so far; eos: ids that ``min_new_tokens`` holds back.
+    """
+    if methods.remembers:
+        assert history is not None
+        logits = _penalised(logits, methods, values, history)
+    if "bias" in methods.names:
+        logits = logits + values["bias"]
+    if "min_new_tokens" in methods.names and eos:
+        early = new[:, None] < values["min_new_tokens"]
+        ends = jnp.isin(jnp.arange(logits.shape[-1]), jnp.array(eos))
+        logits = jnp.where(early & ends, -jnp.inf, logits)
+    for number, transform in enumerate(methods.transforms):
+        changed = transform(logits)
+        if getattr(changed, "shape", None) != logits.shape:
+            raise ValueError(f"transform gave {changed!r:.80} for logits of shape {logits.shape}")
+        logits = jnp.where(values["transform"] == number, changed.astype(jnp.float32), logits)
+    if methods.greedy:
+        return logits
+    greedy = values["temperature"] == 0
+    drawn = narrow(logits / jnp.where(greedy, 1.0, values["temperature"]), methods, values)
+    best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1)[:, None]
+    return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), drawn)
+
+
+def _penalised(logits, methods, values, history):
+    counts = history.counts.astype(jnp.float32)
+    if "repetition_penalty" in methods.names:
+        penalty = values["repetition_penalty"]
+        seen = history.prompt | (history.counts > 0)
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return logits - values["presence_penalty"] * (counts > 0) - values["frequency_penalty"] * counts
+
+
+def narrow(logits: jax.Array, methods: Methods, values: dict) -> jax.Array:
+    """Logits [B, V] with −inf where top-k, top-p, min-p or typical sampling leaves a token out."""
+    names = methods.names
+    if "top_k" in names:
+        limit = jnp.where(values["top_k"] == 0, jnp.inf, values["top_k"])
+        logits = jnp.where(leading(logits, jnp.ones_like(logits), limit), logits, -jnp.inf)
+    if "top_p" in names:
+        logits = jnp.where(leading(logits, jax.nn.softmax(logits), _mass(values["top_p"])), logits, -jnp.inf)
+    if "min_p" in names:
+        least = logits.max(-1, keepdims=True) + jnp.log(values["min_p"])
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    if "typical_p" in names:
+        logp = jax.nn.log_softmax(logits)
+        p = jnp.exp(logp)
+        entropy = -jnp.where(p > 0, p * logp, 0.0).sum(-1, keepdims=True)
+        nearness = jnp.where(p > 0, -jnp.abs(-logp - entropy), -jnp.inf)
+        logits = jnp.where(leading(nearness, p, _mass(values["typical_p"])), logits, -jnp.inf)
+    return logits
+
+
+def _mass(p: jax.Array) -> jax.Array:
+    # p = 1 keeps everything: rounding of a sum must not drop the tail. p = 0 keeps the first: nothing stands before it.
+    return jnp.where(p >= 1, jnp.inf, jnp.maximum(p, jnp.finfo(jnp.float32).tiny))
+
+
+def leading(score: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
+    """[B, V], True for the entries of highest score, lowest index first among equals, as long as the weight of those before
+    is below limit [B, 1].
+
+    The score at which that ends is found by bisection over the bits of a float, 32 sums over V, where a sort of V would take
+    many times as long.
+    """
+    score = jnp.where(score == 0, 0.0, score.astype(jnp.float32))  # one zero: −0 has other bits
+    bits = jax.lax.bitcast_convert_type(score, jnp.int32)
+    rank = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # integers in the order of the floats
+
+    def above(threshold):
+        return jnp.where(rank > threshold, weight, 0.0).sum(-1, keepdims=True)
+
+    def halve(_, ends):
+        low, high = ends
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        enough = above(middle) < limit
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    ends = (jnp.full_like(rank[:, :1], -(2**31)), rank.max(-1, keepdims=True))
+    _, threshold = jax.lax.fori_loop(0, 32, halve, ends)
+    tied = jnp.where(rank == threshold, weight, 0.0)
+    before = above(threshold) + jnp.cumsum(tied, axis=-1) - tied
+    return (rank > threshold) | ((rank == threshold) & (before < limit))
