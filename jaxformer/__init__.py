@@ -10,12 +10,13 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
 """
 
 from jaxformer import presets, spec
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, RopeScaling
 from jaxformer.data import DataConfig, tokenizer
+from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import generate
 from jaxformer.decode.sampling import Sampling
-from jaxformer.nn import attention, block, mask, mlp, model, norm, position, stack
+from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.named import capture, listen, named
 from jaxformer.run import Config, TrainConfig, load
@@ -24,15 +25,18 @@ from jaxformer.training.loss import loss
 from jaxformer.training.optim import OptimConfig
 
 __all__ = [
+    "Beams",
     "Cache",
     "Config",
     "DataConfig",
     "ModelConfig",
     "OptimConfig",
     "Param",
+    "RopeScaling",
     "Sampling",
     "TrainConfig",
     "attention",
+    "beam_search",
     "bias",
     "block",
     "capture",
@@ -53,6 +57,7 @@ __all__ = [
     "norm",
     "position",
     "presets",
+    "rope",
     "spec",
     "stack",
     "tokenizer",

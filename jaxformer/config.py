@@ -20,6 +20,48 @@ class Derived(int):
 
 
 @dataclass(frozen=True)
+class RopeScaling(Strict):
+    """How rotary frequencies change for sequences longer than a model was first trained on (``nn.position.frequencies``)."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    """linear: positions divided (Chen et al. 2023); dynamic: the base grows with the length; llama3: low frequencies are
+    divided; yarn: low frequencies are divided and scores sharpened (Peng et al. 2023)."""
+    factor: float
+    """How many times longer."""
+    original_length: int | None = None
+    """Positions of the first training; all kinds but linear need it."""
+    low_frequency: float = 1.0
+    """llama3: frequencies with fewer turns than this in the original length are divided by the factor."""
+    high_frequency: float = 4.0
+    """llama3: frequencies with more turns are kept."""
+    beta_fast: float = 32.0
+    """yarn: pairs with more turns in the original length are kept."""
+    beta_slow: float = 1.0
+    """yarn: pairs with fewer turns are divided by the factor."""
+    truncate: bool = True
+    """yarn: round the pairs between which it blends outwards to whole numbers."""
+    attention_factor: float | None = None
+    """yarn: multiplies queries and keys; 0.1·ln(factor) + 1 unless given."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive = (
+            "factor",
+            "original_length",
+            "low_frequency",
+            "high_frequency",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        )
+        within(self, 0, math.inf, *positive, open_low=True, prefix="rope_scaling.")
+        if self.kind != "linear" and self.original_length is None:
+            raise ValueError(f"rope_scaling of kind {self.kind!r} needs original_length")
+        if self.low_frequency >= self.high_frequency:
+            raise ValueError(f"low_frequency={self.low_frequency} must be below high_frequency={self.high_frequency}")
+
+
+@dataclass(frozen=True)
 class ModelConfig(Strict):
     """A transformer. Letters in brackets are the dimension key's (see the package docstring).
 
@@ -49,6 +91,10 @@ class ModelConfig(Strict):
     """[P] rows of a learned position table, and the length that decoding and training plan for."""
     encoder_layers: int = 0
     """Blocks of the encoder; above 0 the model is an encoder–decoder and its decoder has cross-attention."""
+    encoder_heads: int | None = None
+    """[N] heads of the encoder; n_heads unless given."""
+    encoder_d_ff: int | None = None
+    """[F] of the encoder; d_ff unless given."""
     start_token: int | None = None
     """Id that the target of an encoder–decoder starts with."""
     causal: bool = True
@@ -61,7 +107,7 @@ class ModelConfig(Strict):
     norm: str = "layer"
     """Normalisation component: layer, rms, or 'package.module:name'."""
     position: str = "rope"
-    """Position component: none, sinusoidal, learned, rope, or 'package.module:name'."""
+    """Position component: none, sinusoidal, sinusoidal_half, learned, rope, relative, or 'package.module:name'."""
     residual: Literal["pre", "post"] = "pre"
     """Where the norm stands: pre, x + f(norm(x)) with one final norm; post, norm(x + f(x)), as in 2017."""
 
@@ -71,8 +117,16 @@ class ModelConfig(Strict):
     """Base of the rotary frequencies."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary frequencies are stretched; None: not at all."""
+    relative_buckets: int = 32
+    """[P] buckets of relative positions (position='relative')."""
+    relative_distance: int = 128
+    """Distance from which on all share the last bucket."""
     window: int | tuple[int | None, ...] | None = None
     """Keys that a query sees, itself included; one number for all layers, or one (None: all keys) a layer."""
+    attention_scale: float | None = None
+    """Multiplies the scores; 1/sqrt(H) unless given."""
     attention_softcap: float | None = None
     """c·tanh(scores / c) before the mask."""
     logit_softcap: float | None = None
@@ -87,6 +141,12 @@ class ModelConfig(Strict):
     """Biases in the feed-forward."""
     tied_head: bool = False
     """The head is the transposed embedding: one array, both uses."""
+    head_bias: bool = False
+    """Bias on the logits."""
+    scale_head: bool = False
+    """Multiply what the head reads by 1/sqrt(D)."""
+    embedding_norm: bool = False
+    """Normalise the embeddings, with their positions."""
     scale_embedding: bool = False
     """Multiply embeddings by sqrt(D); they are then initialised with std 1/sqrt(D)."""
 
@@ -146,8 +206,10 @@ class ModelConfig(Strict):
         within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
         within(self, 0, math.inf, "encoder_layers")
         within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
-        positive = ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap")
+        within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
+        positive = ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap", "attention_scale")
         within(self, 0, math.inf, *positive, open_low=True)
+        within(self, 2, math.inf, "relative_buckets", "relative_distance")
         within(self, 0, self.vocab_size, "start_token")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
@@ -178,7 +240,15 @@ class ModelConfig(Strict):
     @functools.cached_property
     def encoder(self) -> "ModelConfig":
         """The config of an encoder–decoder's encoder: its own depth, nothing masked for causality."""
-        return dataclasses.replace(self, n_layers=self.encoder_layers, encoder_layers=0, causal=False, window=None)
+        return dataclasses.replace(
+            self,
+            n_layers=self.encoder_layers,
+            n_heads=self.encoder_heads or self.n_heads,
+            d_ff=self.encoder_d_ff or self.d_ff,
+            encoder_layers=0,
+            causal=False,
+            window=None,
+        )
 
     @functools.cached_property
     def layers(self) -> tuple["ModelConfig", ...]:

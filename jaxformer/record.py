@@ -40,6 +40,8 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
     if kind is float:
@@ -63,6 +65,8 @@ def _described(kind: Any) -> str:
     inner = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(_described(one) for one in inner)
+    if typing.get_origin(kind) is tuple and inner[-1] is not Ellipsis:
+        return f"({', '.join(_described(one) for one in inner)})"
     if typing.get_origin(kind) is tuple:
         return f"a tuple of ({_described(inner[0])})"
     names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
@@ -95,7 +99,8 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     built = {}
     for name, value in values.items():
         kind = kinds.get(name)
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            value = from_dict(kind, value)
+        records = [one for one in (kind, *typing.get_args(kind)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
+        if records and isinstance(value, dict):
+            value = from_dict(records[0], value)
         built[name] = tuple(value) if isinstance(value, list) else value
     return cls(**built)

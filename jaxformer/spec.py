@@ -86,6 +86,16 @@ def stack(spec: Tree, layers: int) -> Tree:
     return _map(lambda p: dataclasses.replace(p, dims="L" + p.dims, sizes=(*p.sizes, ("L", layers))), spec)
 
 
+def bound(spec: Tree, cfg: ModelConfig) -> Tree:
+    """The spec of a part that has a config of its own, whose sizes each tensor then carries."""
+
+    def own(p: Param) -> Param:
+        given = dict(p.sizes)
+        return dataclasses.replace(p, sizes=tuple((letter, given.get(letter, cfg.sizes[letter])) for letter in p.dims))
+
+    return _map(own, spec)
+
+
 def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
     """Initial values, in ``cfg.param_dtype``. Each tensor's randomness comes from its path (and layer) alone, so adding or
     removing one changes no other."""

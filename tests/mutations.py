@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data import packing
-from jaxformer.nn import attention, block, mlp, model, norm, position, stack
+from jaxformer.nn import attention, block, mlp, model, norm, position, rope, stack
 
 _key_value, _dense, _visible, _attend = attention.key_value, attention.dense, attention.visible, attention.attend
 _norm, _position, _mlp, _block, _stack = (module.apply for module in (norm, position, mlp, block, stack))
+_rope_angles = rope.angles
 _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.angles, packing.next_token
 
 
@@ -15,7 +16,7 @@ _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.an
 
 
 def attend_with(softmax, dtype=jnp.float32, finish=lambda out, seen: out):
-    def attend(q, k, v, mask, *, softcap=None, bias=None, observe=lambda weights: weights):
+    def attend(q, k, v, mask, *, scale=None, softcap=None, bias=None, observe=lambda weights: weights):
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=dtype or q.dtype) / q.shape[-1] ** 0.5
         seen = jnp.ones(scores.shape[-2:], bool) if mask is None else mask[:, None, None]
         return finish(jnp.einsum("BKGTS,BKSH->BKGTH", observe(softmax(scores, seen).astype(v.dtype)), v), seen)
@@ -181,7 +182,10 @@ IN_THE_EMBEDDING_TOO = [(model, "embed", _embed_with_positions)]
 IN_EVERY_BLOCK = [(block, "apply", _block_with_positions)]
 TWICE = [(position, "apply", _twice)]
 CLAMPED = [(position, "apply", _clamped)]
-BFLOAT16_POSITIONS = [(position, "angles", lambda p, *rest: _angles(p.astype(jnp.bfloat16), *rest))]
+BFLOAT16_POSITIONS = [
+    (position, "angles", lambda p, *rest: _angles(p.astype(jnp.bfloat16), *rest)),
+    (rope, "angles", lambda p, *rest: _rope_angles(p.astype(jnp.bfloat16), *rest)),
+]
 
 
 # Feed-forward, targets

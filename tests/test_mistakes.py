@@ -16,7 +16,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.data import packing
-from jaxformer.nn import attention, block, mask, mlp, norm, position
+from jaxformer.nn import attention, block, mask, mlp, norm, position, rope
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of some dozens of terms of size 1
@@ -169,7 +169,7 @@ def rope_turns_once():
     q = attention.query(part(ROPE, "attention"), x, ROPE)
     k, _, _ = attention.key_value(part(ROPE, "attention"), x, ROPE, mask.arange(5))
     angle = position.angles(at[0], H, ROPE.rope_theta)
-    q, k = (position.rotate(x, angle, "interleaved") for x in (q, k))
+    q, k = (rope.rotate(x, angle, "interleaved") for x in (q, k))
     scores = np.where(np.tril(np.ones((5, 5), bool)), np.einsum("bkgth,bksh->bkgts", q, k) / np.sqrt(H), -np.inf)
     np.testing.assert_allclose(weights_of(ROPE, x), jax.nn.softmax(scores), **CLOSE)
 

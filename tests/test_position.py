@@ -77,7 +77,7 @@ def test_under_jit_a_position_outside_the_learned_table_is_nan_not_the_last_row(
 @pytest.mark.parametrize(("layout", "pairs"), [("interleaved", [(0, 1), (2, 3)]), ("half", [(0, 2), (1, 3)])])
 def test_rotate_is_a_complex_product_for_each_pair(layout, pairs):
     x, angle = draw(5, 4), draw(5, 2, seed=1)
-    found = np.asarray(jf.position.rotate(x, angle, layout))
+    found = np.asarray(jf.rope.rotate(x, angle, layout))
     for i, (a, b) in enumerate(pairs):
         expected = (np.asarray(x)[:, a] + 1j * np.asarray(x)[:, b]) * np.exp(1j * np.asarray(angle)[:, i])
         np.testing.assert_allclose(found[:, a] + 1j * found[:, b], expected, atol=1e-6)  # two float32 products and a sum

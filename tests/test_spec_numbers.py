@@ -232,7 +232,7 @@ def test_a_sinusoid_moves_on_by_a_rotation_that_depends_on_the_distance_alone():
 def test_rope_matrices_of_two_positions_make_that_of_their_distance(layout):
     def matrix(position):
         angle = jf.position.angles(jnp.full(8, position), 8, 10_000.0)
-        return np.asarray(jf.position.rotate(jnp.eye(8), angle, layout)).T  # columns are the rotated unit vectors
+        return np.asarray(jf.rope.rotate(jnp.eye(8), angle, layout)).T  # columns are the rotated unit vectors
 
     for a, b in [(0, 5), (3, 7), (11, 2)]:
         np.testing.assert_allclose(matrix(a).T @ matrix(b), matrix(b - a), atol=2e-6)  # float32 angles up to 11

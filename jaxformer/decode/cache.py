@@ -166,7 +166,7 @@ def _write(old: jax.Array, new: jax.Array, slot: jax.Array, axis: int) -> jax.Ar
 def layer_spec(layer: ModelConfig) -> dict[str, Param]:
     """What one layer keeps: its attention's entries, and positions where the scores need those of the keys."""
     kept = attention.cache(layer)
-    return kept | ({"position": Param("BS", zeros, dtype="int32")} if position.site(layer) == "scores" else {})
+    return kept | ({"position": Param("BS", zeros, dtype="int32")} if position.remembered(layer) else {})
 
 
 def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:

@@ -64,7 +64,8 @@ def generate(
     """
     ids, lengths = starts.padded(prompts, valid, cfg, source)
     slots = starts.room(cfg, int(lengths.max()), max_new_tokens)
-    _positive(num_return=1 if num_return is None else num_return, prefill_chunk=prefill_chunk)
+    starts.positive("num_return", 1 if num_return is None else num_return)
+    starts.positive("prefill_chunk", prefill_chunk)
     if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= cfg.vocab_size:
         raise ValueError(f"top_logprobs={top_logprobs!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
     copies = num_return or 1
@@ -88,12 +89,6 @@ def generate(
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
     out = _generate(params, ids, lengths, jax.random.key(0) if key is None else key, values, given, plan=plan)
     return _shaped(out, plan, num_return)
-
-
-def _positive(**numbers) -> None:
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
 
 
 @functools.partial(jax.jit, static_argnames="plan")

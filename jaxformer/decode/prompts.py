@@ -68,8 +68,7 @@ def room(cfg: ModelConfig, longest: int, max_new_tokens: int) -> int:
 
     Raises ValueError where the last token that is read would stand past a learned table.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
+    positive("max_new_tokens", max_new_tokens)
     needed = longest + max_new_tokens - 1
     if needed > cfg.max_length and cfg.position == "learned":
         raise ValueError(
@@ -77,6 +76,12 @@ def room(cfg: ModelConfig, longest: int, max_new_tokens: int) -> int:
             f"max_length={cfg.max_length} positions"
         )
     return bucket(needed)
+
+
+def positive(name: str, number: Any) -> None:
+    """Raises ValueError for what is no integer of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+        raise ValueError(f"{name}={number!r} must be an integer of at least 1")
 
 
 def ends(eos: int | Sequence[int], pad: int, cfg: ModelConfig) -> tuple[int, ...]:

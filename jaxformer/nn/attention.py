@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
-from jaxformer.nn import norm, position
+from jaxformer.nn import norm, position, rope
 from jaxformer.nn.dense import dense, dropout
 from jaxformer.nn.mask import Places, arange, visible
 from jaxformer.nn.named import named
@@ -36,16 +36,18 @@ def attend(
     v_BKSH: jax.Array,
     mask_BTS: jax.Array | None,
     *,
+    scale: float | None = None,
     softcap: float | None = None,
     bias: jax.Array | None = None,
     observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32: [B, K, G, T, H].
 
-    mask_BTS [1 or B, T, S], True where the query sees the key; bias broadcasts against [B, K, G, T, S]; ``observe`` is applied
-    to the weights. A query that sees no key gives exactly zero, and finite gradients.
+    mask_BTS [1 or B, T, S], True where the query sees the key; scale: 1/sqrt(H) unless given; bias broadcasts against
+    [B, K, G, T, S]; ``observe`` is applied to the weights. A query that sees no key gives exactly zero, and finite gradients.
     """
-    scores = _scores(q_BKGTH, k_BKSH) / q_BKGTH.shape[-1] ** 0.5
+    scores = _scores(q_BKGTH, k_BKSH)
+    scores = scores / q_BKGTH.shape[-1] ** 0.5 if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     if bias is not None:
@@ -119,12 +121,15 @@ def grouped_apply(
     crossing = memory is not None
     if memory is None:
         memory = key_value(params, x_BTD, cfg, places)
+        late = rope.late(cfg)
         if site == "heads":
             q_BKGTH = encode(q_BKGTH, places.position, cfg)
-            memory = (encode(memory[0], places.position, cfg), *memory[1:])
+            memory = memory if late else (encode(memory[0], places.position, cfg), *memory[1:])
         if extend is not None:
             kept, key_places = extend({"key": memory[0], "value": memory[1]})
             memory = kept["key"], kept["value"], key_places
+        if late:
+            memory = (rope.apply({}, memory[0], memory[2].position, cfg, end=places.position), *memory[1:])
     k_BKSH, v_BKSH, key_places = memory
     mask_BTS = visible(places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window)
 
@@ -137,6 +142,7 @@ def grouped_apply(
         k_BKSH,
         v_BKSH,
         mask_BTS,
+        scale=cfg.attention_scale,
         softcap=cfg.attention_softcap,
         bias=encode((places.position, key_places.position), cfg) if site == "scores" else None,
         observe=observe,

@@ -12,7 +12,7 @@ from jaxformer.nn import block, inputs, stack
 from jaxformer.nn.dense import child
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import named, scope
-from jaxformer.spec import Param, kernel, normal
+from jaxformer.spec import Param, bias, kernel, normal
 
 
 @functools.cache
@@ -21,11 +21,10 @@ def spec(cfg: ModelConfig) -> dict:
     std = cfg.d_model**-0.5 if cfg.scale_embedding else cfg.init_std
     parts = {"embedding": {"token": Param("VD", normal(std))}}
     if cfg.encoder_layers:
-        parts["encoder"] = stack.spec(cfg.encoder)
+        parts["encoder"] = specs.bound(stack.spec(cfg.encoder), cfg.encoder)
     parts["decoder"] = stack.spec(cfg, crossing=cfg.encoder_layers > 0)
-    if not cfg.tied_head:
-        parts["head"] = {"kernel": kernel(cfg, "D", "V")}
-    return parts
+    head = ({} if cfg.tied_head else {"kernel": kernel(cfg, "D", "V")}) | ({"bias": bias("V")} if cfg.head_bias else {})
+    return parts | ({"head": head} if head else {})
 
 
 def unstack(params: dict, cfg: ModelConfig) -> dict:
@@ -112,6 +111,8 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Logits [B, T, V] in float32, soft-capped if the config says so."""
+    if cfg.scale_head:
+        x_BTD = x_BTD * jnp.asarray(cfg.d_model**-0.5, x_BTD.dtype)
     with _precision(cfg):
         if cfg.tied_head:
             kernel_VD = params["embedding"]["token"].astype(x_BTD.dtype)
@@ -119,6 +120,8 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
         else:
             kernel_DV = params["head"]["kernel"].astype(x_BTD.dtype)
             logits = jnp.einsum("BTD,DV->BTV", x_BTD, kernel_DV, preferred_element_type=jnp.float32)
+    if cfg.head_bias:
+        logits = logits + params["head"]["bias"].astype(jnp.float32)
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return named(logits, "logits", "BTV", cfg)
@@ -144,7 +147,8 @@ def _unstacked_spec(cfg: ModelConfig) -> dict:
     stacks = {"decoder": (cfg, cfg.encoder_layers > 0)} | ({"encoder": (cfg.encoder, False)} if cfg.encoder_layers else {})
     parts = dict(spec(cfg))
     for name, (own, crossing) in stacks.items():
-        parts[name] = parts[name] | {"layers": {str(i): block.spec(own, crossing) for i in range(own.n_layers)}}
+        layer = specs.bound(block.spec(own, crossing), own)
+        parts[name] = parts[name] | {"layers": {str(i): layer for i in range(own.n_layers)}}
     return parts
 
 

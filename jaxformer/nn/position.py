@@ -8,11 +8,14 @@
 Positions, frequencies, angles, sines and cosines are float32 in a model of any dtype: bfloat16 cannot tell 256 from 257.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
+from jaxformer.nn import rope
 from jaxformer.spec import Param, normal
 
 
@@ -31,13 +34,9 @@ def apply(params: dict, x, *args) -> jax.Array:
     return resolve("position", args[-1].position).apply(params, x, *args)
 
 
-def sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """``PE[p, 2i] = sin(p / 10000^(2i/width))``, ``PE[p, 2i+1] = cos(same)`` (Vaswani et al. 2017, 3.5).
-
-    positions [...]; result [..., width], float32.
-    """
-    angle = angles(positions, width, 10_000.0)
-    return jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(*positions.shape, width)
+def remembered(cfg: ModelConfig) -> bool:
+    """Whether a cache keeps the positions of keys, besides the keys."""
+    return site(cfg) == "scores" or rope.late(cfg)
 
 
 def angles(positions: jax.Array, width: int, theta: float) -> jax.Array:
@@ -46,20 +45,13 @@ def angles(positions: jax.Array, width: int, theta: float) -> jax.Array:
     return positions.astype(jnp.float32)[..., None] * frequency
 
 
-def rotate(x: jax.Array, angle: jax.Array, layout: str) -> jax.Array:
-    """Rotates each pair of the last axis by its angle (Su et al. 2021, eq. 34). Computes in float32, returns x's dtype.
+def sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """``PE[p, 2i] = sin(p / 10000^(2i/width))``, ``PE[p, 2i+1] = cos(same)`` (Vaswani et al. 2017, 3.5).
 
-    x [..., H]; angle [..., H/2], broadcast; layout "interleaved" pairs (2i, 2i+1), "half" pairs (i, i + H/2).
+    positions [...]; result [..., width], float32.
     """
-    if layout not in ("interleaved", "half"):
-        raise ValueError(f"layout={layout!r} must be 'interleaved' or 'half'")
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    x32 = x.astype(jnp.float32)
-    a, b = jnp.split(x32, 2, axis=-1) if layout == "half" else (x32[..., 0::2], x32[..., 1::2])
-    a, b = a * cos - b * sin, a * sin + b * cos
-    if layout == "half":
-        return jnp.concatenate([a, b], axis=-1).astype(x.dtype)
-    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], x.shape[-1]).astype(x.dtype)
+    angle = angles(positions, width, 10_000.0)
+    return jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(*positions.shape, width)
 
 
 def _no_spec(cfg):
@@ -82,15 +74,40 @@ def _learned_apply(params, x_BTD, positions_BT, cfg):
     return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT].get(mode="clip"), jnp.nan)
 
 
-def _rope_apply(params, x, positions_BT, cfg):
-    angle = angles(positions_BT, x.shape[-1], cfg.rope_theta)  # [B, T, H/2]
-    between = tuple(range(1, x.ndim - 2))  # the head axes of [B, K, (G,) T, H]
-    return rotate(x, jnp.expand_dims(angle, between), cfg.rope_layout)
+def _sinusoidal_half_apply(params, x_BTD, positions_BT, cfg):
+    angle = angles(positions_BT, cfg.d_model, 10_000.0)
+    return x_BTD + jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1).astype(x_BTD.dtype)
+
+
+def buckets(distance: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Bucket of each distance key − query (Raffel et al. 2020): half of them one a distance, the other half growing with its
+    logarithm up to ``cfg.relative_distance``; without causality, half of all for keys behind and half for those ahead."""
+    number = cfg.relative_buckets if cfg.causal else cfg.relative_buckets // 2
+    ahead = 0 if cfg.causal else number * (distance > 0)
+    far = jnp.maximum(-distance, 0) if cfg.causal else jnp.abs(distance)
+    exact = number // 2
+    # float32, in this order, as the published models compute it: a distance at a bucket's edge must not change sides
+    growth = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(cfg.relative_distance / exact)
+    logarithmic = exact + (growth * (number - exact)).astype(jnp.int32)
+    return ahead + jnp.where(far < exact, far, jnp.minimum(logarithmic, number - 1))
+
+
+def _relative_spec(cfg):
+    return {"table": Param("PKG", normal(cfg.init_std), sizes=(("P", cfg.relative_buckets),))}
+
+
+def _relative_apply(params, positions, cfg):
+    query_BT, key_BS = positions
+    bucket_BTS = buckets(key_BS[:, None, :] - query_BT[:, :, None], cfg)
+    table_PKG = jnp.asarray(params["table"], jnp.float32)
+    return jnp.moveaxis(table_PKG[bucket_BTS], (-2, -1), (1, 2))  # [B, K, G, T, S]
 
 
 CHOICES = {
     "none": Component(_no_spec, lambda params, x, positions, cfg: x),
     "sinusoidal": Component(_no_spec, _sinusoidal_apply),
+    "sinusoidal_half": Component(_no_spec, _sinusoidal_half_apply),
     "learned": Component(_learned_spec, _learned_apply),
-    "rope": Component(_no_spec, _rope_apply, site="heads"),
+    "rope": Component(_no_spec, rope.apply, site="heads"),
+    "relative": Component(_relative_spec, _relative_apply, site="scores"),
 }

@@ -23,6 +23,8 @@ def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
         parts["norm"] = norm.spec(cfg)
     if own := position.spec(cfg):
         parts["position"] = own
+    if cfg.embedding_norm:
+        parts["embedding_norm"] = norm.spec(cfg)
     return parts
 
 
@@ -44,6 +46,8 @@ def apply(
     position_params = params.get("position", {})
     if position.site(cfg) == "input":
         x_BTD = position.apply(position_params, x_BTD, places.position, cfg)
+    if cfg.embedding_norm:
+        x_BTD = norm.apply(params["embedding_norm"], x_BTD, cfg)
     x_BTD = dropout(x_BTD, cfg.embedding_dropout, child(key, "embedding"))
     layers_key = child(key, "layers")
 

@@ -1,0 +1,97 @@
+"""Rotary positions (Su et al. 2021), and how their frequencies are stretched for longer sequences. All of it in float32."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer.config import ModelConfig, RopeScaling
+
+
+def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig, end: jax.Array | None = None) -> jax.Array:
+    """Queries [B, K, G, T, H] or keys [B, K, S, H], rotated to their positions. end [B, T]: positions that the sequence ends
+    with, where they are not the last of ``positions_BT`` (only the scaling kind "dynamic" asks)."""
+    angle = angles(positions_BT, x.shape[-1], cfg, positions_BT if end is None else end)
+    between = tuple(range(1, x.ndim - 2))  # the head axes of [B, K, (G,) T, H]
+    return rotate(x, jnp.expand_dims(angle, between), cfg.rope_layout, attention_factor(cfg))
+
+
+def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig, end: jax.Array) -> jax.Array:
+    """Position times frequency, [B, T, width/2]."""
+    frequency = frequencies(cfg, width, end.max(axis=1, keepdims=True) + 1)
+    return positions_BT.astype(jnp.float32)[..., None] * frequency
+
+
+def late(cfg: ModelConfig) -> bool:
+    """Whether keys are rotated when they are read, because what they are rotated by changes as the sequence grows."""
+    return cfg.position == "rope" and cfg.rope_scaling is not None and cfg.rope_scaling.kind == "dynamic"
+
+
+def rotate(x: jax.Array, angle: jax.Array, layout: str, factor: float = 1.0) -> jax.Array:
+    """Rotates each pair of the last axis by its angle (Su et al. 2021, eq. 34), times ``factor``. Computes in float32, returns
+    x's dtype.
+
+    x [..., H]; angle [..., H/2], broadcast; layout "interleaved" pairs (2i, 2i+1), "half" pairs (i, i + H/2).
+    """
+    if layout not in ("interleaved", "half"):
+        raise ValueError(f"layout={layout!r} must be 'interleaved' or 'half'")
+    cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
+    x32 = x.astype(jnp.float32)
+    a, b = jnp.split(x32, 2, axis=-1) if layout == "half" else (x32[..., 0::2], x32[..., 1::2])
+    a, b = a * cos - b * sin, a * sin + b * cos
+    if layout == "half":
+        return jnp.concatenate([a, b], axis=-1).astype(x.dtype)
+    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], x.shape[-1]).astype(x.dtype)
+
+
+def frequencies(cfg: ModelConfig, width: int, length: jax.Array | None = None) -> jax.Array:
+    """Rotary frequencies [width/2] (dynamic: [..., width/2]), float32, scaled as ``cfg.rope_scaling`` says.
+
+    length [...]: tokens in the sequence, by which kind "dynamic" goes.
+    """
+    exponent = np.arange(0, width, 2) / width
+    plain = cfg.rope_theta**-exponent  # float64: known before anything is traced
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return jnp.asarray(plain, jnp.float32)
+    if scaling.kind == "dynamic":
+        assert length is not None and scaling.original_length is not None
+        longer = jnp.maximum(length, scaling.original_length).astype(jnp.float32) / scaling.original_length
+        stretch = scaling.factor * longer - (scaling.factor - 1)
+        theta = cfg.rope_theta * stretch[..., None] ** (width / (width - 2))
+        return theta ** jnp.asarray(-exponent, jnp.float32)
+    keep = np.zeros_like(plain)
+    if scaling.kind == "llama3":
+        keep = _llama3(plain, scaling)
+    elif scaling.kind == "yarn":
+        keep = _yarn(scaling, cfg.rope_theta, width)
+    return jnp.asarray(keep * plain + (1 - keep) * plain / scaling.factor, jnp.float32)
+
+
+def _llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Share of each frequency that is kept."""
+    turns = scaling.original_length * plain / (2 * np.pi)
+    return np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0, 1)
+
+
+def _yarn(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
+    """Share of each frequency that is kept (Peng et al. 2023, section 3.2, with pairs in place of wavelengths)."""
+
+    def pair(turns):  # the pair, a fraction, that turns so often in the original length
+        return width * np.log(scaling.original_length / (turns * 2 * np.pi)) / (2 * np.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high = high + 0.001 if high == low else high
+    return 1 - np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+
+
+def attention_factor(cfg: ModelConfig) -> float:
+    """What rotated queries and keys are multiplied by."""
+    scaling = cfg.rope_scaling
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
