@@ -16,6 +16,7 @@ from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import generate
 from jaxformer.decode.sampling import Sampling
+from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.named import capture, listen, named
@@ -29,9 +30,11 @@ __all__ = [
     "Cache",
     "Config",
     "DataConfig",
+    "DraftModel",
     "ModelConfig",
     "OptimConfig",
     "Param",
+    "PromptLookup",
     "RopeScaling",
     "Sampling",
     "TrainConfig",

@@ -89,9 +89,9 @@ def beam_search(
     """The ``num_return`` best of ``num_beams`` hypotheses for each prompt; prompts, source, eos and pad as in ``generate``.
 
     A hypothesis scores the sum of its log-probabilities / (tokens, the end token included) ** length_penalty. It is finished
-    by an end token, or by ``max_new_tokens``. early_stopping: True, as soon as there are num_beams finished ones; False, as soon
-    as the best running one, at its present length, scores no better than the worst finished one; "never", as soon as it could
-    not at any length, if its further tokens had probability 1.
+    by an end token, or by ``max_new_tokens``. A row's search ends, by early_stopping: True, as soon as there are num_beams
+    finished ones; False, as soon as the best running one, at its present length, scores no better than the worst finished one;
+    "never", as soon as it could not at any length, if its further tokens had probability 1.
 
     Raises ValueError as ``generate`` does, and for a num_return above num_beams.
     """

@@ -1,5 +1,6 @@
 """Generation: prompts to tokens in one compiled function, prefill and a token loop that is a ``lax.scan``."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
+from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
 from jaxformer.nn import model
 
 
@@ -29,6 +31,8 @@ class Generated:
     """int32 [B, max_new_tokens, top_logprobs]: the most probable tokens at each step, by the model itself, best first."""
     top_logprobs: jax.Array | None = None
     """float32, like top_tokens."""
+    acceptance: jax.Array | None = None
+    """float32 [B]: with ``draft``, the share of its guesses that were right."""
 
 
 def generate(
@@ -48,6 +52,7 @@ def generate(
     top_logprobs: int = 0,
     prefill_chunk: int = 512,
     cache_dtype: Any = None,
+    draft: DraftModel | PromptLookup | None = None,
 ) -> Generated:
     """Continues ``prompts``: a list of token lists of any lengths, or [B, T] with ``valid`` [B, T] (padding left or right).
 
@@ -55,7 +60,8 @@ def generate(
     begins every row. sampling: for all rows, or one a row. key: needed unless all of it is greedy; each row draws from
     its own key, whatever the other rows are. eos: ids that end a row, which then emits ``pad``. num_return: outputs for
     each prompt, which is read once. top_logprobs: how many of the most probable tokens to report. prefill_chunk: prompt
-    tokens read at a time.
+    tokens read at a time. draft: speculative decoding, by a smaller model or by looking up in the text; the output is the
+    same (greedy), or of the same distribution (sampled), only sooner.
 
     Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are taken
     apart at every call; ``jf.model.unstack(params, cfg)`` does that once for many.
@@ -63,7 +69,8 @@ def generate(
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
     ids, lengths = starts.padded(prompts, valid, cfg, source)
-    slots = starts.room(cfg, int(lengths.max()), max_new_tokens)
+    ahead = 0 if draft is None else draft.ahead
+    slots = starts.room(cfg, int(lengths.max()), max_new_tokens, ahead)
     starts.positive("num_return", 1 if num_return is None else num_return)
     starts.positive("prefill_chunk", prefill_chunk)
     if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= cfg.vocab_size:
@@ -83,12 +90,30 @@ def generate(
         copies=copies,
         top=top_logprobs,
         cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype).name,
+        ahead=ahead,
     )
     source, source_valid = starts.read_source(source, source_valid, len(ids), cfg)
     given = {} if source is None else {"source": source, "source_valid": source_valid}
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
-    out = _generate(params, ids, lengths, jax.random.key(0) if key is None else key, values, given, plan=plan)
-    return _shaped(out, plan, num_return)
+    arguments = (ids, lengths, jax.random.key(0) if key is None else key, values, given)
+    if draft is None:
+        return _shaped(_generate(params, *arguments, plan=plan), plan, num_return)
+    guessing, draft_params = _guessing(draft, cfg, int(lengths.max()), max_new_tokens)
+    out, offered, accepted = speculate(params, draft_params, *arguments, plan=plan, guessing=guessing)
+    acceptance = accepted / jnp.maximum(offered, 1)
+    acceptance = acceptance if num_return is None else acceptance.reshape(-1, copies)
+    return dataclasses.replace(_shaped(out, plan, num_return), acceptance=acceptance)
+
+
+def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, max_new_tokens: int) -> tuple[Guessing, Any]:
+    if isinstance(draft, PromptLookup):
+        return Guessing(draft.ahead, ngram=draft.ngram), None
+    if draft.cfg.vocab_size != cfg.vocab_size:
+        raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, the model one of {cfg.vocab_size}")
+    if draft.cfg.encoder_layers and not cfg.encoder_layers:
+        raise ValueError("the draft model has an encoder, the model has none")
+    starts.room(draft.cfg, longest, max_new_tokens)
+    return Guessing(draft.ahead, cfg=draft.cfg), draft.params
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -113,4 +138,4 @@ def _shaped(out: loop.Emitted, plan: loop.Plan, num_return: int | None) -> Gener
 def compilations() -> int:
     """How many programs ``generate`` has compiled in this process: one for each size of batch, prompt and cache, and each
     set of methods of sampling, however many prompts there were."""
-    return _generate._cache_size()  # type: ignore[attr-defined]
+    return _generate._cache_size() + speculate._cache_size()  # type: ignore[attr-defined]

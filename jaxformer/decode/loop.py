@@ -35,13 +35,15 @@ class Plan:
     top: int = 0
     """Most probable tokens to report at each step."""
     cache_dtype: str | None = None
+    ahead: int = 0
+    """Tokens that may be taken back."""
 
 
 @struct.dataclass
 class State:
     """Where every row stands between two tokens."""
 
-    cache: Cache
+    cache: Any
     token: Any
     """int32 [B]: the last one chosen, which the cache does not hold yet."""
     done: Any
@@ -94,7 +96,7 @@ def prefill(params, prompts, lengths, cache: Cache, cfg: ModelConfig, chunk: int
 def start(params, prompts, lengths, key, values, plan: Plan, **source) -> tuple[State, Emitted]:
     """Reads the prompts and chooses each row's first token."""
     rows = len(prompts) * plan.copies
-    cache = empty(spec(plan.cfg, len(prompts), plan.slots, plan.cache_dtype), plan.cfg)
+    cache = empty(spec(plan.cfg, len(prompts), plan.slots, plan.cache_dtype, plan.ahead), plan.cfg)
     last_BD, cache = prefill(params, prompts, lengths, cache, plan.cfg, plan.chunk, **source)
     if plan.copies > 1:
         row = jnp.repeat(jnp.arange(len(prompts)), plan.copies)

@@ -63,8 +63,9 @@ def _rows(prompts: Any, valid: Any) -> list[np.ndarray]:
     return [row[here] for row, here in zip(ids, valid, strict=True)]
 
 
-def room(cfg: ModelConfig, longest: int, max_new_tokens: int) -> int:
-    """Slots that a cache needs for prompts of up to ``longest`` tokens, rounded up to a bucket.
+def room(cfg: ModelConfig, longest: int, max_new_tokens: int, ahead: int = 0) -> int:
+    """Slots that a cache needs for prompts of up to ``longest`` tokens, and ``ahead`` that may be taken back, rounded up to a
+    bucket.
 
     Raises ValueError where the last token that is read would stand past a learned table.
     """
@@ -75,7 +76,7 @@ def room(cfg: ModelConfig, longest: int, max_new_tokens: int) -> int:
             f"a prompt of {longest} and {max_new_tokens} new tokens go past the learned table of "
             f"max_length={cfg.max_length} positions"
         )
-    return bucket(needed)
+    return bucket(needed + ahead)
 
 
 def positive(name: str, number: Any) -> None:
