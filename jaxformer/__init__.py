@@ -15,8 +15,10 @@ from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import generate
+from jaxformer.decode.loop import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
+from jaxformer.decode.stream import stream
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.named import capture, listen, named
@@ -43,6 +45,7 @@ __all__ = [
     "bias",
     "block",
     "capture",
+    "compilations",
     "forward",
     "gain",
     "generate",
@@ -63,5 +66,6 @@ __all__ = [
     "rope",
     "spec",
     "stack",
+    "stream",
     "tokenizer",
 ]

@@ -36,6 +36,8 @@ class Strict:
 def fits(value: Any, kind: Any) -> bool:
     """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are finite."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return fits(value, inner[0])
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, one) for one in inner)
     if origin is Literal:
@@ -63,6 +65,8 @@ def within(record: Any, low: float, high: float, *names: str, open_low: bool = F
 
 def _described(kind: Any) -> str:
     inner = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Annotated:
+        return _described(inner[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(_described(one) for one in inner)
     if typing.get_origin(kind) is tuple and inner[-1] is not Ellipsis:

@@ -14,7 +14,8 @@ NEW = 5
 LENGTH = 12
 PADS = (0, 66)
 """Ids that stand where padding does: 0 is what ``generate`` pads with itself. Neither is ever chosen."""
-SILENT = jf.Sampling(temperature=0.0, banned=PADS)
+GREEDY = jf.Sampling(temperature=0.0, banned=PADS, presence_penalty=1000.0)
+"""Greedy, no token twice: small models repeat themselves, and rows that say one thing only could not be told apart."""
 
 forward = jax.jit(jf.forward, static_argnums=2)
 
@@ -70,7 +71,8 @@ def alone(name):
         ids = list(prompt)
         for _ in range(NEW):
             logits = next_logits(params, cfg, ids, row_inputs(cfg, row))
-            ids.append(argmax(np.where(np.isin(np.arange(cfg.vocab_size), PADS), -np.inf, logits)))
+            left_out = np.isin(np.arange(cfg.vocab_size), [*PADS, *ids[len(prompt) :]])
+            ids.append(argmax(np.where(left_out, -np.inf, logits)))
             logprobs.append(float(jax.nn.log_softmax(logits)[ids[-1]]))
         tokens.append(ids[len(prompt) :])
     return np.array(tokens), np.array(logprobs).reshape(2, NEW)

@@ -1,4 +1,4 @@
-"""The distribution that a token is drawn from, one row in float64 NumPy, by sorting: what ``decode.sampling`` is compared with."""
+"""The distribution that a token is drawn from, a row at a time, in float64 NumPy, by sorting: the reference of ``Sampling``."""
 
 import numpy as np
 

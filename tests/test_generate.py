@@ -1,5 +1,6 @@
 """Generation over all presets: greedy against the uncached forward, padding, prefill in chunks, ends (rules 2, 7, 13 to 16)."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from decoding import NEW, PADS, PROMPTS, SILENT, alone, close, forward, inputs, loud, model, padded, widths
+from decoding import GREEDY, NEW, PROMPTS, alone, close, forward, inputs, loud, model, padded, widths
 
 import jaxformer as jf
 from jaxformer.decode import cache as caches
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def generate(params, prompts, cfg, **given):
-    return jf.generate(params, prompts, cfg, **({"max_new_tokens": NEW, "sampling": SILENT} | inputs(cfg) | given))
+    return jf.generate(params, prompts, cfg, **({"max_new_tokens": NEW, "sampling": GREEDY} | inputs(cfg) | given))
 
 
 @pytest.mark.parametrize("name", tiny.PRESETS)
@@ -51,7 +52,7 @@ def test_windows_are_rings_here():
 
 
 VARIANTS = {  # of the program; the tokens stay
-    "chunks of 3, layers unstacked": (3, jf.model.unstack, {}),
+    "chunks of 3, layers unstacked": (3, jax.jit(jf.model.unstack, static_argnums=1), {}),
     "chunks of 4, layers scanned": (4, lambda params, cfg: params, {"scan": True}),
 }
 
@@ -62,39 +63,36 @@ def test_prefill_in_chunks_and_other_programs_give_the_same_tokens(name, variant
     chunk, convert, fields = VARIANTS[variant]
     cfg, params = model(name, **fields)
     shapes = widths(monkeypatch)
-    out = generate(loud(convert(params, cfg)), PROMPTS, cfg, prefill_chunk=chunk)
+    out = generate(convert(loud(params), cfg), PROMPTS, cfg, prefill_chunk=chunk)
     assert set(shapes) == {(2, chunk), (2, 1)}, "prompts of 7 are read in chunks, and padded to 16"
     np.testing.assert_array_equal(out.tokens, alone(name)[0])
 
 
-@pytest.mark.parametrize("name", tiny.PRESETS)
-def test_scanned_and_unstacked_layers_give_the_same_logits(name):
-    cfg, params = model(name)
-    scanned, _ = model(name, scan=True)
-    unstacked = jf.model.unstack(params, cfg)
-    assert jax.tree.structure(unstacked) != jax.tree.structure(params)
-    tokens, given = tiny.tokens(cfg), inputs(cfg)
-    scans = lambda cfg: str(jax.make_jaxpr(lambda p: jf.forward(p, tokens, cfg, **given))(params)).count(" scan[")
-    assert scans(scanned) == (2 if cfg.encoder_layers else 1) * (1 if cfg.window is None or name == "mistral" else 2)
-    assert scans(cfg) == 0
-    expected = forward(params, tokens, cfg, **given)
-    close(forward(params, tokens, scanned, **given), expected)
-    close(forward(unstacked, tokens, cfg, **given), expected)
-
-
-@pytest.mark.parametrize("name", tiny.PRESETS)
-def test_gradients_of_unstacked_layers_are_those_of_stacked_ones(name):
-    cfg, params = model(name)
+@functools.cache
+def run(name):
+    """Logits and gradients for stacked and for unstacked layers, and logits of scanned ones, in one program."""
+    (cfg, params), (scanned, _) = model(name), model(name, scan=True)
     batch = tiny.batch(cfg, rows=2, length=5)
-    loss = lambda p: jf.loss(p, batch, cfg)[0]
+    logits = lambda params, cfg: jf.forward(params, batch["tokens"], cfg, **{k: batch[k] for k in tiny.inputs(cfg)})
 
-    @jax.jit
-    def both(params):
-        return jax.grad(loss)(params), jax.grad(loss)(jf.model.unstack(params, cfg))
+    def everything(params):
+        loss = lambda params: (jf.loss(params, batch, cfg)[0], logits(params, cfg))
+        unstacked = jf.model.unstack(params, cfg)
+        return [*(jax.grad(loss, has_aux=True)(p) for p in (params, unstacked)), logits(params, scanned)]
 
-    stacked, unstacked = both(params)
-    expected = jf.model.unstack(stacked, cfg)
-    assert jax.tree.structure(expected) == jax.tree.structure(unstacked)
+    scans = [str(jax.make_jaxpr(logits, static_argnums=1)(params, cfg)).count(" scan[") for cfg in (scanned, cfg)]
+    assert scans[0] and not scans[1]
+    return jax.jit(everything)(params)
+
+
+@pytest.mark.parametrize("name", tiny.PRESETS)
+def test_scanned_and_unstacked_layers_give_the_same_logits_and_gradients(name):
+    cfg, _ = model(name)
+    (stacked, logits), (unstacked, unstacked_logits), scanned_logits = run(name)
+    close(unstacked_logits, logits)
+    close(scanned_logits, logits)
+    expected = jax.jit(jf.model.unstack, static_argnums=1)(stacked, cfg)
+    assert jax.tree.structure(unstacked) == jax.tree.structure(expected) != jax.tree.structure(stacked)
     for path, leaf in jax.tree.leaves_with_path(expected):  # softmax ignores a key's bias unless RoPE turns it
         assert "key_bias" in jax.tree_util.keystr(path) or np.abs(leaf).max() > 1e-4, path
     # float32 sums that the compiler fuses in another way, of gradients of size 1e-2 to 1
@@ -105,23 +103,25 @@ def test_an_encoder_decoder_starts_by_itself():
     cfg, params = model("transformer_base")
     out = generate(params, None, cfg)
     np.testing.assert_array_equal(out.tokens, generate(params, [[cfg.start_token]] * 2, cfg).tokens)
-    assert not np.array_equal(out.tokens, generate(params, [[9]] * 2, cfg).tokens)
+    assert not np.allclose(out.logprobs, generate(params, [[9]] * 2, cfg).logprobs, atol=0.1)
 
 
 def test_up_to_the_last_row_of_a_learned_table():
     cfg, params = model("gpt2")
-    prompt = [list(range(1, cfg.max_length - 3))]  # 20 tokens, 24 rows; the last token needs no position any more
-    out = jf.generate(params, prompt, cfg, max_new_tokens=5)
-    assert np.isfinite(out.logprobs).all()
-    np.testing.assert_array_equal(out.tokens, jf.generate(params, prompt, cfg, max_new_tokens=5, prefill_chunk=3).tokens)
+    prompt = list(range(1, cfg.max_length - 3))  # 20 tokens, 24 rows; the last token needs no position any more
+    out = jf.generate(params, [prompt], cfg, max_new_tokens=5, prefill_chunk=7)
+    read = np.array([[*prompt, *out.tokens[0, :4]]])
+    logprobs = jax.nn.log_softmax(forward(params, read, cfg)[0, len(prompt) - 1 :])
+    np.testing.assert_array_equal(out.tokens[0], logprobs.argmax(-1))
+    np.testing.assert_allclose(out.logprobs[0], logprobs.max(-1), atol=1e-3)  # as above
     with pytest.raises(ValueError, match="max_length=24"):
-        jf.generate(params, prompt, cfg, max_new_tokens=6)
+        jf.generate(params, [prompt], cfg, max_new_tokens=6)
 
 
 # Ends (rule 14)
 
 
-@pytest.mark.parametrize("name", ["llama_mha", "mistral", "transformer_base"])
+@pytest.mark.parametrize("name", ["llama_mha", "mistral"])
 def test_after_an_end_a_row_emits_padding_only(name):
     cfg, params = model(name)
     tokens, logprobs = alone(name)
@@ -202,13 +202,13 @@ def test_one_compilation_for_calls_of_one_shape():
 
 
 def test_prompts_of_many_lengths_compile_once_a_bucket():
-    cfg, params = model("llama_mqa", max_length=64)
-    lengths = [1, 2, 5, 9, 13, 14, 15, 16, 17, 18, 20, 22, 24]
+    cfg = dataclasses.replace(tiny.PRESETS["llama_mqa"], n_layers=1, d_ff=24)  # used nowhere else: nothing is compiled yet
+    params, lengths = tiny.drawn(cfg), [1, 2, 5, 9, 13, 14, 15, 16, 17, 18, 19, 20]
     before = jf.decode.generate.compilations()
     for length in lengths:
-        jf.generate(params, [[5] * length], cfg, max_new_tokens=4)
-    sizes = {(bucket(length), bucket(length + 4 - 1)) for length in lengths}
-    assert len(sizes) < len(lengths) / 2
+        jf.generate(params, [[5] * length], cfg, max_new_tokens=2)
+    sizes = {(bucket(length), bucket(length + 2 - 1)) for length in lengths}
+    assert 1 < len(sizes) < len(lengths) / 2
     assert jf.decode.generate.compilations() - before == len(sizes)
 
 
@@ -227,15 +227,10 @@ def largest_constant(lowered) -> int:
 
 def test_weights_are_arguments():
     cfg, params = model("llama_gqa")
-    methods, values = sampling.compile_sampling(SILENT, 1, cfg.vocab_size)
+    methods, values = sampling.compile_sampling(GREEDY, 1, cfg.vocab_size)
     plan = loop.Plan(cfg=cfg, max_new_tokens=3, eos=(), pad=0, methods=methods, slots=16, chunk=16)
     prompts, rest = jnp.ones((1, 16), jnp.int32), (np.array([4], np.int32), jax.random.key(0), values, {})
     smallest_kernel = cfg.d_model * cfg.n_kv_heads * cfg.head_dim * 4
     closure = jax.jit(lambda ids: _generate(params, ids, *rest, plan=plan))
     assert largest_constant(closure.lower(prompts)) >= smallest_kernel, "a weight in the program is seen here"
     assert largest_constant(_generate.lower(params, prompts, *rest, plan=plan)) < smallest_kernel
-
-
-def test_padding_is_never_chosen_here():
-    for name in tiny.PRESETS:
-        assert not np.isin(alone(name)[0], PADS).any()

@@ -205,3 +205,6 @@ def _pick(hypotheses: _Hypotheses, order: jax.Array) -> _Hypotheses:
         return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     return jax.tree.map(one, hypotheses)
+
+
+loop.PROGRAMS += [_search]

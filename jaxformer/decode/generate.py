@@ -68,14 +68,59 @@ def generate(
 
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
+    if not isinstance(draft, DraftModel | PromptLookup | None):
+        raise ValueError(f"draft must be a DraftModel or a PromptLookup, not {type(draft).__name__}")
+    plan, arguments = prepare(
+        prompts,
+        cfg,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos=eos,
+        pad=pad,
+        valid=valid,
+        source=source,
+        source_valid=source_valid,
+        copies=1 if num_return is None else num_return,
+        top=top_logprobs,
+        chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+        ahead=0 if draft is None else draft.ahead,
+    )
+    if draft is None:
+        return _shaped(_generate(params, *arguments, plan=plan), plan, num_return)
+    guessing, draft_params = _guessing(draft, cfg, int(arguments[1].max()), max_new_tokens)
+    out, offered, accepted = speculate(params, draft_params, *arguments, plan=plan, guessing=guessing)
+    acceptance = accepted / jnp.maximum(offered, 1)
+    acceptance = acceptance if num_return is None else acceptance.reshape(-1, num_return)
+    return dataclasses.replace(_shaped(out, plan, num_return), acceptance=acceptance)
+
+
+def prepare(
+    prompts,
+    cfg: ModelConfig,
+    *,
+    max_new_tokens,
+    sampling,
+    key,
+    eos,
+    pad,
+    valid,
+    source,
+    source_valid,
+    copies,
+    top,
+    chunk,
+    cache_dtype,
+    ahead,
+) -> tuple[loop.Plan, tuple]:
+    """What is to be compiled, and what it is called with: prompts, lengths, key, values of sampling, source. All checks."""
+    for name, number in (("num_return", copies), ("prefill_chunk", chunk)):
+        starts.positive(name, number)
+    if isinstance(top, bool) or not 0 <= top <= cfg.vocab_size:
+        raise ValueError(f"top_logprobs={top!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
     ids, lengths = starts.padded(prompts, valid, cfg, source)
-    ahead = 0 if draft is None else draft.ahead
     slots = starts.room(cfg, int(lengths.max()), max_new_tokens, ahead)
-    starts.positive("num_return", 1 if num_return is None else num_return)
-    starts.positive("prefill_chunk", prefill_chunk)
-    if isinstance(top_logprobs, bool) or not 0 <= top_logprobs <= cfg.vocab_size:
-        raise ValueError(f"top_logprobs={top_logprobs!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
-    copies = num_return or 1
     methods, values = compile_sampling(sampling, len(ids), cfg.vocab_size)
     if not methods.greedy and key is None:
         raise ValueError("sampling needs key=jax.random.key(seed); temperature=0 is greedy and needs none")
@@ -86,23 +131,16 @@ def generate(
         pad=pad,
         methods=methods,
         slots=slots,
-        chunk=prefill_chunk,
+        chunk=chunk,
         copies=copies,
-        top=top_logprobs,
+        top=top,
         cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype).name,
         ahead=ahead,
     )
     source, source_valid = starts.read_source(source, source_valid, len(ids), cfg)
     given = {} if source is None else {"source": source, "source_valid": source_valid}
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
-    arguments = (ids, lengths, jax.random.key(0) if key is None else key, values, given)
-    if draft is None:
-        return _shaped(_generate(params, *arguments, plan=plan), plan, num_return)
-    guessing, draft_params = _guessing(draft, cfg, int(lengths.max()), max_new_tokens)
-    out, offered, accepted = speculate(params, draft_params, *arguments, plan=plan, guessing=guessing)
-    acceptance = accepted / jnp.maximum(offered, 1)
-    acceptance = acceptance if num_return is None else acceptance.reshape(-1, copies)
-    return dataclasses.replace(_shaped(out, plan, num_return), acceptance=acceptance)
+    return plan, (ids, lengths, jax.random.key(0) if key is None else key, values, given)
 
 
 def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, max_new_tokens: int) -> tuple[Guessing, Any]:
@@ -135,7 +173,4 @@ def _shaped(out: loop.Emitted, plan: loop.Plan, num_return: int | None) -> Gener
     return Generated(rows_first(out.token), alive.sum(-1, dtype=jnp.int32), rows_first(out.logprob), *tops)
 
 
-def compilations() -> int:
-    """How many programs ``generate`` has compiled in this process: one for each size of batch, prompt and cache, and each
-    set of methods of sampling, however many prompts there were."""
-    return _generate._cache_size() + speculate._cache_size()  # type: ignore[attr-defined]
+loop.PROGRAMS += [_generate, speculate]

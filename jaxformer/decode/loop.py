@@ -15,6 +15,14 @@ from jaxformer.decode.sampling import History, Methods
 from jaxformer.nn import model
 
 BLOCK = 16  # steps between looks at whether every row has ended
+PROGRAMS: list[Any] = []
+"""The jitted functions of this package."""
+
+
+def compilations() -> int:
+    """How many programs decoding has compiled in this process: one for each size of batch, prompt and cache (the sizes are
+    few, ``prompts.bucket``) and each set of methods of sampling, however many prompts there were."""
+    return sum(program._cache_size() for program in PROGRAMS)
 
 
 @dataclass(frozen=True)

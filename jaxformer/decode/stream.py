@@ -1,0 +1,181 @@
+"""Text as it is generated: whole characters only, stop strings, several rows at a time."""
+
+import functools
+import os.path
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxformer.config import ModelConfig
+from jaxformer.decode import loop
+from jaxformer.decode.generate import prepare
+from jaxformer.decode.sampling import GREEDY, Sampling
+from jaxformer.nn import model, stack
+
+_UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
+
+
+class Piece(NamedTuple):
+    """A row's next text. Joined, a row's pieces are all it wrote, up to its end token or stop string."""
+
+    row: int
+    text: str
+    finish: str = ""
+    """Why the row has ended, in its last piece: "eos", "stop" or "length"."""
+    tokens: tuple[int, ...] = ()
+    """The tokens that came since the row's last piece; those of a stop string and of an end too."""
+
+
+def stream(
+    params: dict,
+    prompts: Any,
+    cfg: ModelConfig,
+    tok: Any,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    key: jax.Array | None = None,
+    eos: int | Sequence[int] | None = None,
+    source: Any = None,
+    source_valid: Any = None,
+    num_return: int = 1,
+    prefill_chunk: int = 512,
+    cache_dtype: Any = None,
+    block: int = 4,
+) -> Iterator[Piece]:
+    """Yields the text of ``generate``, whose arguments these are, in ``Piece``s as it comes; row r·num_return + n is the n-th
+    of prompt r. tok: the tokenizer that decodes. stop: texts that end a row where one appears, without it. eos: the tokenizer's
+    unless given. block: tokens between two looks at what has come.
+
+    Everything wrong is refused before the first piece is asked for.
+    """
+    for text in stop:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
+    ends = ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos
+    plan, arguments = prepare(
+        prompts,
+        cfg,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos=ends,
+        pad=max(tok.pad_id, 0),
+        valid=None,
+        source=source,
+        source_valid=source_valid,
+        copies=num_return,
+        top=0,
+        chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+        ahead=0,
+    )
+    ids, lengths = arguments[:2]
+    before = [[]] * len(ids) if prompts is None else [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    rows = [_Row(tok, before[i // num_return], stop) for i in range(len(ids) * num_return)]
+    return _stream(params, plan, arguments, rows, block)
+
+
+def _stream(params, plan: loop.Plan, arguments: tuple, rows: list["_Row"], block: int) -> Iterator[Piece]:
+    if not stack.is_unstacked(params["decoder"]["layers"]):
+        params = _unstack(params, plan.cfg)
+    state, emitted = _start(params, *arguments, plan=plan)
+    emitted = jax.tree.map(lambda x: x[None], emitted)
+    values, ended = arguments[3], np.zeros(len(rows), bool)
+    while not ended.all():
+        tokens, alive, done = (np.asarray(x) for x in (emitted.token, emitted.alive, state.done))
+        if not (done | ended).all():  # computed while the text of the last block is put together
+            state, emitted = _block(params, state, values, ended.copy(), plan=plan, steps=block)
+        for number, row in enumerate(rows):
+            if not ended[number]:
+                piece = row.feed(number, tokens[alive[:, number], number].tolist(), bool(done[number]), plan.eos)
+                ended[number] = bool(piece.finish)
+                if piece.text or piece.finish:
+                    yield piece
+
+
+class _Row:
+    """One row's way from tokens to pieces."""
+
+    def __init__(self, tok: Any, before: Sequence[int], stop: Sequence[str]):
+        self._decoder, self._stop = Decoder(tok, before), Stop(stop)
+        self._tokens: list[int] = []
+
+    def feed(self, number: int, new: list[int], done: bool, eos: tuple[int, ...]) -> Piece:
+        self._tokens += new
+        ended = bool(new) and new[-1] in eos
+        text = self._decoder.add(new[:-1] if ended else new, last=done)
+        text, stopped = self._stop.feed(text, last=done)
+        finish = "stop" if stopped else "eos" if ended else "length" if done else ""
+        tokens = tuple(self._tokens)
+        if text or finish:
+            self._tokens = []
+        return Piece(number, text, finish, tokens)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unstack(params, cfg):
+    return model.unstack(params, cfg)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _start(params, prompts, lengths, key, values, source, *, plan):
+    return loop.start(params, prompts, lengths, key, values, plan, **source)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "steps"))
+def _block(params, state, values, ended, *, plan, steps):
+    state = state.replace(done=state.done | ended)
+    return loop.block(params, state, values, plan, steps)
+
+
+loop.PROGRAMS += [_unstack, _start, _block]
+
+
+class Decoder:
+    """Tokens to text, one after another: what is given out is never taken back, and joined it is the whole text.
+
+    before: tokens that stand before the text; a first word's space, or the rest of a character, depends on them.
+    """
+
+    def __init__(self, tok: Any, before: Sequence[int] = ()):
+        self._tok, self._ids = tok, list(before[-8:])
+        self._start, self._given = 0, len(self._ids)
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that is now certain; with ``last``, all of it."""
+        self._ids += tokens
+        known = self._tok.decode(self._ids[self._start : self._given])
+        text = self._tok.decode(self._ids[self._start :])
+        if text.endswith(_UNFINISHED) and not last:
+            return ""
+        new = text[len(os.path.commonprefix([known, text])) :]
+        if new:  # what was just given is what the next text is compared with: decoding all of it again would take ever longer
+            self._start, self._given = self._given, len(self._ids)
+        return new
+
+
+class Stop:
+    """Holds back what may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held = tuple(stops), ""
+
+    def feed(self, text: str, last: bool = False) -> tuple[str, bool]:
+        """The text that no stop string can begin in, and whether one has appeared (the text then ends before it)."""
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)], True
+        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``, and is not all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,269 @@
+"""Text from a trained model: ``python -m jaxformer.sample RUN "prompt"``. ``--help`` explains every option.
+
+A prompt is continued, as it comes; ``--interactive`` asks for one after another; ``--file`` takes one a line, in batches, and
+gives JSON lines. An encoder–decoder translates what it is given.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+
+from jaxformer import run
+from jaxformer.config import ModelConfig
+from jaxformer.decode.beam import beam_search
+from jaxformer.decode.loop import compilations
+from jaxformer.decode.sampling import Sampling
+from jaxformer.decode.stream import stream
+from jaxformer.record import Strict, within
+
+DEFAULT = Sampling(temperature=0.8)
+
+
+@dataclass(frozen=True)
+class Options(Strict):
+    """What to load, what to continue, and how."""
+
+    run: tyro.conf.Positional[Path]
+    """Directory that train.py wrote."""
+    prompt: tyro.conf.Positional[str | None] = None
+    """What to continue, or to translate; standard input unless given."""
+    interactive: bool = False
+    """Ask for one prompt after another; Ctrl-D ends."""
+    file: Path | None = None
+    """A file with a prompt a line."""
+    out: Path | None = None
+    """Where the JSON lines of --file go, standard output unless given. What an interrupted call wrote is gone on from."""
+    n: int = 1
+    """Outputs a prompt."""
+    max_new_tokens: int = 200
+    """Tokens in an output, at most."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an output."""
+    batch_size: int = 8
+    """Prompts of --file at a time."""
+    num_beams: int | None = None
+    """Beam search with so many hypotheses; 0: sampling. 4 for an encoder–decoder unless given, else 0."""
+    length_penalty: float = 1.0
+    """Beam search: above 0 favours longer outputs."""
+    seed: int = 0
+    """Of what is drawn."""
+    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
+    """How tokens are chosen."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        within(self, 1, math.inf, "n", "max_new_tokens", "batch_size")
+        within(self, 0, math.inf, "num_beams", "seed")
+        if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
+            raise ValueError("give one of: a prompt, --interactive, --file")
+        if self.out is not None and self.file is None:
+            raise ValueError("--out goes with --file")
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"no file {self.file}")
+
+
+class Writer:
+    """A loaded model, and what it makes of prompts."""
+
+    def __init__(self, options: Options):
+        self.cfg, params, self.tok = run.load(options.run)
+        self.options = options
+        self._params = _unstacked(params, self.cfg)
+        self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
+        self._asked = 0
+        if self._beams and (options.sampling != DEFAULT or options.stop):
+            raise ValueError("beam search draws nothing and knows no --stop; give --num-beams 0 for options of sampling")
+        if self._beams and options.n > self._beams:
+            raise ValueError(f"--n {options.n} is more than --num-beams {self._beams}")
+
+    def pieces(self, prompts: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
+        """``(row, text, why it ended or "", tokens)`` as they come; row r·n + i is output i of prompt r."""
+        import jax
+
+        options, tok = self.options, self.tok
+        ids = [self._encode(text) for text in prompts]
+        given: dict[str, Any] = {}
+        if self.cfg.encoder_layers:
+            width = max(map(len, ids))
+            source = np.array([row + [max(tok.pad_id, 0)] * (width - len(row)) for row in ids])
+            given = {"source": source, "source_valid": np.arange(width) < np.array([len(row) for row in ids])[:, None]}
+        if self._beams:
+            yield from self._searched(None if given else ids, given)
+            return
+        self._asked += 1  # the next prompt draws anew
+        key = jax.random.fold_in(jax.random.key(options.seed), self._asked)
+        for piece in stream(
+            self._params,
+            None if given else ids,
+            self.cfg,
+            tok,
+            max_new_tokens=options.max_new_tokens,
+            stop=options.stop,
+            sampling=options.sampling,
+            key=key,
+            num_return=options.n,
+            **given,
+        ):
+            yield piece.row, piece.text, piece.finish, len(piece.tokens)
+
+    def outputs(self, prompts: Sequence[str]) -> list[list[dict[str, Any]]]:
+        """For each prompt, n whole outputs: text, finish, tokens."""
+        found = [[{"text": "", "finish": "", "tokens": 0} for _ in range(self.options.n)] for _ in prompts]
+        for row, text, finish, tokens in self.pieces(prompts):
+            one: dict[str, Any] = found[row // self.options.n][row % self.options.n]
+            one.update(text=one["text"] + text, finish=finish, tokens=one["tokens"] + tokens)
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.tok.encode(text)
+        return ids or [next(i for i in (self.tok.bos_id, self.tok.eos_id, self.tok.pad_id, 0) if i >= 0)]
+
+    def _searched(self, ids: list[list[int]] | None, given: dict) -> Iterator[tuple[int, str, str, int]]:
+        options, tok = self.options, self.tok
+        out = beam_search(
+            self._params,
+            ids,
+            self.cfg,
+            num_beams=self._beams,
+            num_return=options.n,
+            max_new_tokens=options.max_new_tokens,
+            length_penalty=options.length_penalty,
+            eos=(tok.eos_id,) if tok.eos_id >= 0 else (),
+            pad=max(tok.pad_id, 0),
+            **given,
+        )
+        tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
+        for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
+            ended = line[length - 1] == tok.eos_id
+            text = tok.decode(line[: length - ended].tolist())
+            yield row, text, "eos" if ended else "length", int(length)
+
+
+def _unstacked(params: dict, cfg: ModelConfig) -> dict:
+    import jax
+
+    from jaxformer.nn import model
+
+    return jax.jit(model.unstack, static_argnums=1, donate_argnums=0)(params, cfg)
+
+
+def show(writer: Writer, prompt: str) -> None:
+    """Writes what becomes of one prompt to standard output: one output as it comes, several one after another."""
+    if writer.options.n == 1:
+        if not writer.cfg.encoder_layers:
+            print(prompt, end="", flush=True)
+        for _, text, _, _ in writer.pieces([prompt]):
+            print(text, end="", flush=True)
+        print()
+        return
+    for number, one in enumerate(writer.outputs([prompt])[0], start=1):
+        print(f"--- {number} of {writer.options.n} ({one['finish']})")
+        print(("" if writer.cfg.encoder_layers else prompt) + one["text"])
+
+
+def ask(writer: Writer) -> None:
+    """One prompt after another, until the input ends."""
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        try:
+            show(writer, prompt)
+        except ValueError as error:  # this prompt cannot be had; the next may
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print(" (stopped)")
+
+
+def write_all(writer: Writer) -> None:
+    """Every prompt of the file, in batches: JSON lines with prompt and outputs."""
+    from rich.console import Console
+    from rich.progress import track
+
+    options = writer.options
+    assert options.file is not None
+    prompts = options.file.read_text(encoding="utf-8").splitlines()
+    if not prompts:
+        raise ValueError(f"{options.file} is empty: it needs a prompt a line")
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            writer.tok.encode(prompt)  # what cannot be had is said now, not after an hour
+        except ValueError as error:
+            raise ValueError(f"{options.file}, line {number}: {error}") from error
+    done = _written(options.out, prompts)
+    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
+    starts = range(done, len(prompts), options.batch_size)
+    began, tokens = time.perf_counter(), 0
+    out = sys.stdout if options.out is None else options.out.open("a", encoding="utf-8")
+    console = Console(stderr=True)
+    if done:
+        console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
+    try:
+        for start in track(starts, "prompts", console=console, transient=True):
+            batch = prompts[start : start + options.batch_size]
+            for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
+                out.write(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False) + "\n")
+                tokens += sum(one["tokens"] for one in outputs)
+            out.flush()
+    finally:
+        if out is not sys.stdout:
+            out.close()
+    seconds = time.perf_counter() - began
+    rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second"
+    console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
+
+
+def _written(out: Path | None, prompts: list[str]) -> int:
+    """How many of the prompts are in ``out`` already; a last line that broke off is taken away."""
+    if out is None or not out.exists():
+        return 0
+    text = out.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(whole.splitlines()):
+        try:
+            found = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError):
+            found = None
+        if number >= len(prompts) or found != prompts[number]:
+            raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
+    if whole != text:
+        out.write_text(whole, encoding="utf-8")
+    return len(whole.splitlines())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        prog="python -m jaxformer.sample",
+        description=__doc__,
+        config=(tyro.conf.SuppressFixed,),  # the user's own function is no option
+    )
+    writer = Writer(options)
+    if options.file is not None:
+        write_all(writer)
+    elif options.interactive:
+        ask(writer)
+    else:
+        show(writer, sys.stdin.read().rstrip("\n") if options.prompt is None else options.prompt)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
