@@ -4,8 +4,8 @@
 
 4 layers of 768, V 50,304, prompt 32, 128 new tokens, float32, every core, the same weights. Each round times one call of
 each, in turn: ours, and Hugging Face with its dynamic cache, its static cache, and the static cache with a compiled forward.
-Printed are the medians of the rounds and of their ratios, and how near a step of ours comes to the time that memory takes to deliver
-its weights and cache, by the bandwidth of a copy measured in the same run.
+Printed are the medians of the rounds and of their ratios, and how near a step of ours comes to the time that memory takes to
+deliver its weights and cache, by the bandwidth of a copy measured in the same run.
 """
 
 import argparse

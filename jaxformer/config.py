@@ -23,13 +23,13 @@ class Derived(int):
 class RopeScaling(Strict):
     """How rotary frequencies change for sequences longer than a model was first trained on (``nn.position.frequencies``)."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """linear: positions divided (Chen et al. 2023); dynamic: the base grows with the length; llama3: low frequencies are
-    divided; yarn: low frequencies are divided and scores sharpened (Peng et al. 2023)."""
-    factor: float
+    divided; yarn: low frequencies are divided and scores sharpened (Peng et al. 2023); none: nothing changes."""
+    factor: float = 1.0
     """How many times longer."""
     original_length: int | None = None
-    """Positions of the first training; all kinds but linear need it."""
+    """Positions of the first training; dynamic, llama3 and yarn need it."""
     low_frequency: float = 1.0
     """llama3: frequencies with fewer turns than this in the original length are divided by the factor."""
     high_frequency: float = 4.0
@@ -55,7 +55,7 @@ class RopeScaling(Strict):
             "attention_factor",
         )
         within(self, 0, math.inf, *positive, open_low=True, prefix="rope_scaling.")
-        if self.kind != "linear" and self.original_length is None:
+        if self.kind not in ("none", "linear") and self.original_length is None:
             raise ValueError(f"rope_scaling of kind {self.kind!r} needs original_length")
         if self.low_frequency >= self.high_frequency:
             raise ValueError(f"low_frequency={self.low_frequency} must be below high_frequency={self.high_frequency}")
@@ -117,8 +117,8 @@ class ModelConfig(Strict):
     """Base of the rotary frequencies."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
-    rope_scaling: RopeScaling | None = None
-    """How the rotary frequencies are stretched; None: not at all."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """How the rotary frequencies are stretched (None: not at all)."""
     relative_buckets: int = 32
     """[P] buckets of relative positions (position='relative')."""
     relative_distance: int = 128
@@ -183,6 +183,8 @@ class ModelConfig(Strict):
             set_(name, _dtype_name(name, getattr(self, name)))
         for name in ("n_kv_heads", "head_dim", "d_ff"):
             set_(name, Derived(0) if getattr(self, name) is None else getattr(self, name))
+        if self.rope_scaling is None:
+            set_("rope_scaling", RopeScaling())
         if isinstance(self.window, list):
             set_("window", tuple(self.window))
         super().__post_init__()

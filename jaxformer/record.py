@@ -103,8 +103,7 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
     built = {}
     for name, value in values.items():
         kind = kinds.get(name)
-        records = [one for one in (kind, *typing.get_args(kind)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
-        if records and isinstance(value, dict):
-            value = from_dict(records[0], value)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            value = from_dict(kind, value)
         built[name] = tuple(value) if isinstance(value, list) else value
     return cls(**built)

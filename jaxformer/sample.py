@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import tyro
 
 from jaxformer import run
-from jaxformer.config import ModelConfig
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.loop import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
+from jaxformer.nn import model
 from jaxformer.record import Strict, within
 
 DEFAULT = Sampling(temperature=0.8)
@@ -77,7 +78,7 @@ class Writer:
     def __init__(self, options: Options):
         self.cfg, params, self.tok = run.load(options.run)
         self.options = options
-        self._params = _unstacked(params, self.cfg)
+        self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
         self._asked = 0
         if self._beams and (options.sampling != DEFAULT or options.stop):
@@ -87,8 +88,6 @@ class Writer:
 
     def pieces(self, prompts: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
         """``(row, text, why it ended or "", tokens)`` as they come; row r·n + i is output i of prompt r."""
-        import jax
-
         options, tok = self.options, self.tok
         ids = [self._encode(text) for text in prompts]
         given: dict[str, Any] = {}
@@ -146,14 +145,6 @@ class Writer:
             ended = line[length - 1] == tok.eos_id
             text = tok.decode(line[: length - ended].tolist())
             yield row, text, "eos" if ended else "length", int(length)
-
-
-def _unstacked(params: dict, cfg: ModelConfig) -> dict:
-    import jax
-
-    from jaxformer.nn import model
-
-    return jax.jit(model.unstack, static_argnums=1, donate_argnums=0)(params, cfg)
 
 
 def show(writer: Writer, prompt: str) -> None:

@@ -77,6 +77,7 @@ def test_wrong_inputs_are_refused(entry, cfg, tokens, given, message):
         ENTRIES[entry](cfg, tokens, given)
 
 
+ALL_BUT_5 = jf.Sampling(temperature=0.0, banned=tuple(i for i in range(67) if i != 5), min_new_tokens=1)
 GENERATION = [
     (LLAMA, [], {}, "prompt"),
     (LLAMA, [[5], []], {}, "prompt 1 is empty"),
@@ -90,10 +91,33 @@ GENERATION = [
     (LLAMA, np.array(T), {"valid": np.ones((2, 2), bool)}, "valid must be boolean with the prompts' shape"),
     (LLAMA, np.array(T), {"valid": np.ones((2, 3), int)}, "valid must be boolean"),
     (LLAMA, np.array(T), {"valid": np.array([[True] * 3, [False] * 3])}, "prompt 1 has no valid token"),
-    (LLAMA, T, {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-    (LLAMA, T, {"eos": (67,)}, "id 67 is outside the vocabulary of 67"),
-    (LLAMA, T, {"pad": -1}, "id -1 is outside the vocabulary of 67"),
+    (LLAMA, T, {"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
+    (LLAMA, T, {"max_new_tokens": 1.5}, "max_new_tokens=1.5 must be an integer"),
+    (LLAMA, T, {"max_new_tokens": True}, "max_new_tokens=True must be an integer"),
+    (LLAMA, T, {"num_return": 0}, "num_return=0 must be an integer of at least 1"),
+    (LLAMA, T, {"num_return": 2.0}, "num_return=2.0 must be an integer"),
+    (LLAMA, T, {"prefill_chunk": 0}, "prefill_chunk=0 must be an integer of at least 1"),
+    (LLAMA, T, {"prefill_chunk": None}, "prefill_chunk=None must be an integer"),
+    (LLAMA, T, {"top_logprobs": -1}, "top_logprobs=-1 must be"),
+    (LLAMA, T, {"top_logprobs": 68}, "top_logprobs=68 must be between 0 and the vocabulary's 67"),
+    (LLAMA, T, {"top_logprobs": 1.5}, "top_logprobs=1.5 must be"),
+    (LLAMA, T, {"top_logprobs": None}, "top_logprobs=None must be"),
+    (LLAMA, T, {"cache_dtype": "float33"}, "float33"),
+    (LLAMA, T, {"cache_dtype": "int8"}, "int8"),
+    (LLAMA, T, {"eos": (67,)}, "eos id 67 is outside the vocabulary of 67"),
+    (LLAMA, T, {"eos": -1}, "eos id -1 is outside the vocabulary of 67"),
+    (LLAMA, T, {"eos": (2.5,)}, "eos"),
+    (LLAMA, T, {"eos": None}, "eos"),
+    (LLAMA, T, {"eos": True}, "eos"),
+    (LLAMA, T, {"pad": -1}, "pad id -1 is outside the vocabulary of 67"),
+    (LLAMA, T, {"pad": 1.5}, "pad"),
+    (LLAMA, T, {"pad": None}, "pad"),
     (LLAMA, T, {"sampling": jf.Sampling(temperature=1.0)}, "sampling needs key="),
+    (LLAMA, T, {"sampling": [jf.Sampling(temperature=0.0)] * 3}, "a list of 2, one a row"),
+    (LLAMA, T, {"sampling": None}, "sampling must be a Sampling"),
+    (LLAMA, T, {"sampling": jf.Sampling(banned=(67,)), "key": 0}, "banned id 67 is outside the vocabulary of 67"),
+    (LLAMA, T, {"sampling": jf.Sampling(), "key": 0}, "key"),
+    (LLAMA, T, {"sampling": ALL_BUT_5, "eos": 5}, "banned"),  # nothing is left that the first token might be
     (LLAMA, None, {}, "prompts may be None only for an encoder–decoder"),
     (LLAMA, T, SOURCE, "source was given, but the model has no encoder"),
     (LLAMA, T, {"source_valid": np.ones((2, 2), bool)}, "source"),
@@ -111,6 +135,13 @@ GENERATION = [
 def test_wrong_inputs_of_generate_are_refused(cfg, prompts, given, message):
     with pytest.raises(ValueError, match=message):
         jf.generate(params_of(cfg), prompts, cfg, **({"max_new_tokens": 1} | given))
+
+
+@pytest.mark.parametrize("eos", [5, (5,), [5], np.int64(5), np.array([5, 6]), jax.numpy.array(5)], ids=repr)
+def test_ends_may_be_any_integers(eos):
+    likely = jf.Sampling(temperature=0.0, logit_bias=((5, 1e4),), min_new_tokens=1)
+    out = jf.generate(params_of(LLAMA), T, LLAMA, max_new_tokens=3, eos=eos, sampling=likely)
+    assert out.lengths.tolist() == [2, 2] and out.tokens[:, 1].tolist() == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +174,14 @@ def test_parameters_of_another_config_are_refused_with_a_diff():
             use(params_of(LLAMA), T, other)
         for line in expected:
             raised.match(line)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parameters_of_another_depth_are_refused_with_a_diff(layers):
+    cfg = dataclasses.replace(LLAMA, n_layers=2)
+    for use in (jf.forward, lambda p, t, cfg: jf.generate(p, t, cfg, max_new_tokens=1)):
+        with pytest.raises(ValueError, match=rf"differs     decoder\.layers\.mlp\.down  expected \[2, .*found \[{layers}, "):
+            use(params_of(dataclasses.replace(LLAMA, n_layers=layers)), T, cfg)
 
 
 @pytest.mark.parametrize("params", [None, [[1, 2]], np.ones((2, 3))])

@@ -25,7 +25,7 @@ def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig, end: jax.Array
 
 def late(cfg: ModelConfig) -> bool:
     """Whether keys are rotated when they are read, because what they are rotated by changes as the sequence grows."""
-    return cfg.position == "rope" and cfg.rope_scaling is not None and cfg.rope_scaling.kind == "dynamic"
+    return cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic"
 
 
 def rotate(x: jax.Array, angle: jax.Array, layout: str, factor: float = 1.0) -> jax.Array:
@@ -53,7 +53,7 @@ def frequencies(cfg: ModelConfig, width: int, length: jax.Array | None = None) -
     exponent = np.arange(0, width, 2) / width
     plain = cfg.rope_theta**-exponent  # float64: known before anything is traced
     scaling = cfg.rope_scaling
-    if scaling is None:
+    if scaling.kind == "none":
         return jnp.asarray(plain, jnp.float32)
     if scaling.kind == "dynamic":
         assert length is not None and scaling.original_length is not None
@@ -92,6 +92,6 @@ def _yarn(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
 def attention_factor(cfg: ModelConfig) -> float:
     """What rotated queries and keys are multiplied by."""
     scaling = cfg.rope_scaling
-    if scaling is None or scaling.kind != "yarn":
+    if scaling.kind != "yarn":
         return 1.0
     return 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0 if scaling.attention_factor is None else scaling.attention_factor

@@ -80,9 +80,9 @@ def _gpt2(hf, t):
     return cfg, {"embedding": {"token": t["wte.weight"]}, "decoder": decoder}
 
 
-def _scaling(rope: dict) -> jf.RopeScaling | None:
+def _scaling(rope: dict) -> jf.RopeScaling:
     if rope["rope_type"] == "default":
-        return None
+        return jf.RopeScaling()
     names = {"original_max_position_embeddings": "original_length", "low_freq_factor": "low_frequency"}
     names |= {"high_freq_factor": "high_frequency", "rope_type": "kind"}
     return jf.RopeScaling(**{names.get(name, name): value for name, value in rope.items() if name != "rope_theta"})

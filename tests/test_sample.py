@@ -1,0 +1,180 @@
+"""The command that samples from a run: prompts from everywhere, streamed, in files, refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+import jaxformer as jf
+from jaxformer import run, sample
+from jaxformer.data import tokenizer
+from jaxformer.training.checkpoint import Checkpoints
+from tests import states
+
+ROOT = Path(__file__).parent.parent
+LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
+
+
+def written(directory: Path, cfg: jf.ModelConfig, tok) -> dict:
+    """A run directory with drawn parameters, as training leaves it."""
+    run.write_run(directory, jf.Config(model=cfg, run_dir=str(directory)), tok)
+    checkpoints = Checkpoints(directory / "checkpoints")
+    state = states.fresh(cfg)
+    checkpoints.save(state)
+    checkpoints.close()
+    return state.params
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    tok = tokenizer.train("char", [LETTERS])
+    cfg = jf.presets.llama(vocab_size=tok.vocab_size, d_model=32, n_layers=2, n_heads=4, max_length=96)
+    directory = tmp_path_factory.mktemp("decoder") / "run"
+    return directory, cfg, written(directory, cfg, tok), tok
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    tok = tokenizer.train("char", [LETTERS])
+    cfg = dataclasses.replace(tiny.PRESETS["transformer_base"], vocab_size=tok.vocab_size, start_token=tok.bos_id)
+    directory = tmp_path_factory.mktemp("translator") / "run"
+    return directory, cfg, written(directory, cfg, tok), tok
+
+
+def call(capsys, *arguments) -> str:
+    sample.main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+def test_a_prompt_is_continued_greedily(decoder, capsys):
+    directory, cfg, params, tok = decoder
+    out = call(capsys, directory, "hello", "--temperature", 0, "--max-new-tokens", 12)
+    expected = jf.generate(params, [tok.encode("hello")], cfg, max_new_tokens=12, eos=tok.eos_id)
+    ids = np.asarray(expected.tokens)[0, : int(expected.lengths[0])].tolist()
+    assert out == "hello" + tok.decode(ids) + "\n"
+
+
+def test_a_seed_decides_what_is_drawn(decoder, capsys):
+    directory = decoder[0]
+    outs = [call(capsys, directory, "hello", "--max-new-tokens", 20, "--seed", seed) for seed in (1, 1, 2)]
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_several_outputs_differ_and_say_why_they_ended(decoder, capsys):
+    out = call(capsys, decoder[0], "hello", "--n", 3, "--max-new-tokens", 10)
+    parts = out.split("--- ")[1:]
+    assert len(parts) == 3 and len({part.split("\n", 1)[1] for part in parts}) == 3
+    assert all(part.startswith(f"{n} of 3 (") for n, part in enumerate(parts, 1))
+
+
+def test_an_encoder_decoder_translates_by_beam_search(translator, capsys):
+    directory, cfg, params, tok = translator
+    source = np.array([tok.encode("a line.")])
+    out = call(capsys, directory, "a line.", "--max-new-tokens", 8)
+    best = jf.beam_search(params, None, cfg, source=source, num_beams=4, max_new_tokens=8, eos=tok.eos_id)
+    ids = np.asarray(best.tokens)[0, 0, : int(best.lengths[0, 0])]
+    assert out == tok.decode(ids[ids != tok.eos_id].tolist()) + "\n"
+    greedy = call(capsys, directory, "a line.", "--max-new-tokens", 8, "--num-beams", 0, "--temperature", 0)
+    kept = jf.generate(params, None, cfg, source=source, max_new_tokens=8, eos=tok.eos_id)
+    assert greedy == tok.decode(np.asarray(kept.tokens)[0, : int(kept.lengths[0])].tolist()) + "\n"
+
+
+@pytest.mark.parametrize("which", ["decoder", "translator"])
+def test_a_file_of_prompts_gives_json_lines_and_is_gone_on_with(which, request, tmp_path, capsys):
+    directory = request.getfixturevalue(which)[0]
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts = ["one", "", "three words here", "four", "five"]
+    file.write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    arguments = [directory, "--file", file, "--batch-size", 2, "--max-new-tokens", 6]
+    if which == "decoder":
+        arguments += ["--temperature", 0]
+    lines = [json.loads(line) for line in call(capsys, *arguments).splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    for line in lines:
+        (one,) = line["outputs"]
+        assert one["finish"] in ("eos", "length") and isinstance(one["text"], str) and 1 <= one["tokens"] <= 6
+    # broken off in the middle of the fourth line: three are kept, two are made, and no more
+    whole = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
+    out.write_text("".join(whole[:3]) + whole[3][:9], encoding="utf-8")
+    sample.main([str(argument) for argument in (*arguments, "--out", out)])
+    assert "3 of 5 prompts are in" in capsys.readouterr().err
+    assert out.read_text(encoding="utf-8") == "".join(whole)
+
+
+def test_outputs_of_other_prompts_are_not_overwritten(decoder, tmp_path):
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text("one\ntwo\n")
+    out.write_text('{"prompt": "something else"}\n')
+    with pytest.raises(ValueError, match="line 1, is not of the prompts"):
+        sample.main([str(decoder[0]), "--file", str(file), "--out", str(out)])
+    assert out.read_text() == '{"prompt": "something else"}\n'
+
+
+def test_a_line_that_cannot_be_encoded_is_named_before_work(decoder, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("fine\nÜ\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2: character 'Ü'"):
+        sample.main([str(decoder[0]), "--file", str(file)])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temprature", "1"], "--temperature"),
+        (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
+        (["--interactive"], "give one of"),
+        (["--n", "0"], "n=0 must be at least 1"),
+        (["--out", "x"], "--out goes with --file"),
+    ],
+)
+def test_wrong_arguments_exit_and_say_why(decoder, arguments, message, capfd):
+    with pytest.raises(SystemExit) as stopped:
+        sample.main([str(decoder[0]), "hello", *arguments])
+    assert stopped.value.code not in (0, None)
+    assert message in " ".join(capfd.readouterr().err.replace("│", " ").split())
+
+
+def test_sampling_options_have_no_part_in_beam_search(translator):
+    with pytest.raises(ValueError, match="--num-beams 0"):
+        sample.main([str(translator[0]), "a", "--temperature", "0.5"])
+    with pytest.raises(ValueError, match="--n 5 is more than --num-beams 4"):
+        sample.main([str(translator[0]), "a", "--n", "5"])
+
+
+def test_as_a_command_prompts_come_from_standard_input_and_interactively(decoder):
+    command = [sys.executable, "-m", "jaxformer.sample", str(decoder[0]), "--temperature", "0", "--max-new-tokens", "5"]
+
+    def communicate(text, *more):
+        done = subprocess.run([*command, *more], cwd=ROOT, env=os.environ, input=text, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = communicate("hello\n")
+    assert code == 0, err
+    assert out.startswith("hello") and len(out) > len("hello\n")
+    code, shown, err = communicate("hello\nÜ\nhello\n", "--interactive")
+    assert code == 0, err
+    assert shown.count(out) == 2 and "character 'Ü'" in err, "a prompt that cannot be had ends nothing"
+
+
+def test_what_is_no_run_is_said():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxformer.sample", "tests", "x"], cwd=ROOT, env=os.environ, capture_output=True, text=True
+    )
+    assert (
+        done.returncode != 0
+        and done.stderr.startswith("error: tests is not a run directory")
+        and "Traceback" not in done.stderr
+    )
+
+
+def test_texts_are_drawn_anew_for_every_prompt_of_a_session(decoder):
+    writer = sample.Writer(sample.Options(run=decoder[0], max_new_tokens=20))
+    first, second = (writer.outputs(["hello"])[0][0]["text"] for _ in range(2))
+    assert first != second
