@@ -29,6 +29,7 @@ LAYERS = [
     ["parallel"],
     ["data"],
     ["evaluate", "run"],
+    ["sample"],
 ]
 """A file imports only from rooms above its own in this list, or from its own."""
 ROOM = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

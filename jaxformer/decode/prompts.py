@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,6 +26,8 @@ def padded(prompts: Any, valid: Any, cfg: ModelConfig, source: Any) -> tuple[np.
 
     prompts: a list of token lists, [B, T] with ``valid``, or None for an encoder–decoder that has a start token.
     """
+    if any(isinstance(x, jax.core.Tracer) for x in (prompts, valid, source)):
+        raise ValueError("generation looks at its prompts, and compiles itself: call it outside jit (inside, use forward)")
     if prompts is None:
         if cfg.start_token is None or source is None:
             raise ValueError("prompts may be None only for an encoder–decoder with a start_token, given source=")

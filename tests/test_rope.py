@@ -1,0 +1,260 @@
+"""Scaled rotary positions: every kind by its numbers, in a model, in a cache, in files; what is refused."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxformer as jf
+from jaxformer.record import from_dict, to_json
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+ORIGINAL, LENGTH, FILLER = 6, 14, 66
+
+KINDS = {
+    "linear": jf.RopeScaling("linear", 4.0),
+    "dynamic": jf.RopeScaling("dynamic", 4.0, original_length=ORIGINAL),
+    "llama3": jf.RopeScaling("llama3", 8.0, original_length=64, high_frequency=2.0),
+    "yarn": jf.RopeScaling("yarn", 4.0, original_length=64),
+}
+BASE = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=2, rope_theta=100.0, head_dim=16)
+CONFIGS = {kind: dataclasses.replace(BASE, rope_scaling=scaling) for kind, scaling in KINDS.items()}
+ONE_LAYER = dataclasses.replace(CONFIGS["dynamic"], n_layers=1)
+
+forward = jax.jit(jf.forward, static_argnums=2)
+
+
+def head(scaling, theta=10_000.0):
+    """One head of 16."""
+    return jf.ModelConfig(vocab_size=5, d_model=16, n_layers=1, n_heads=1, rope_theta=theta, rope_scaling=scaling)
+
+
+def turned(cfg, x, positions):
+    return np.asarray(jf.position.apply({}, jnp.asarray(x, jnp.float32), jnp.asarray(positions), cfg))
+
+
+# The numbers
+
+PLAIN = 10_000.0 ** -(np.arange(8) / 8)
+
+
+def test_llama3():
+    """Rule and numbers of Llama 3.1: low/high 1/4, factor 8."""
+    cfg = head(jf.RopeScaling("llama3", 8.0, original_length=256))
+    expected = [1, 0.316227766, 0.1, 0.006613106, 0.00125, 0.000395285, 0.000125, 0.0000395285]
+    np.testing.assert_allclose(jf.rope.frequencies(cfg, 16), expected, rtol=1e-6)  # six digits are given
+    # kept, blended, divided
+    np.testing.assert_allclose(PLAIN / expected, [1, 1, 1, 4.7818, 8, 8, 8, 8], rtol=1e-4)
+    assert jf.rope.attention_factor(cfg) == 1.0
+
+
+def test_yarn():
+    cfg = head(jf.RopeScaling("yarn", 4.0, original_length=256))
+    found = np.asarray(jf.rope.frequencies(cfg, 16))
+    np.testing.assert_allclose(found[1:4], [0.25693506, 0.0625, 0.01383497], rtol=1e-6)  # seven digits are given
+    np.testing.assert_allclose(found[[0, 4, 5, 6, 7]], PLAIN[[0, 4, 5, 6, 7]] / [1, 4, 4, 4, 4], rtol=1e-6)
+
+
+def test_yarn_without_rounding_of_the_pairs():
+    cfg = head(jf.RopeScaling("yarn", 4.0, original_length=256, beta_fast=8.0, truncate=False))
+    pair = lambda turns: 16 * np.log(256 / (turns * 2 * np.pi)) / (2 * np.log(10_000))
+    kept = 1 - np.clip((np.arange(8) - pair(8)) / (pair(1) - pair(8)), 0, 1)
+    assert 0 < kept[2] < 1 and pair(8) % 1 > 0.1
+    np.testing.assert_allclose(jf.rope.frequencies(cfg, 16), PLAIN * (kept + (1 - kept) / 4), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("given", "factor"), [(None, 1.1386294), (0.7, 0.7), (1.0, 1.0)])
+def test_the_attention_factor_of_yarn(given, factor):
+    """0.1 ln(4) + 1, or what is given in its place; queries and keys are multiplied by it, and so each score by its square."""
+    cfg = head(jf.RopeScaling("yarn", 4.0, original_length=256, attention_factor=given))
+    np.testing.assert_allclose(jf.rope.attention_factor(cfg), factor, rtol=1e-7)
+    x = np.random.default_rng(0).standard_normal((1, 1, 5, 16))
+    lengths = np.linalg.norm(turned(cfg, x, [[0, 1, 7, 100, 500]]), axis=-1) / np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(lengths, factor, rtol=1e-6)  # a rotation changes no length
+
+
+def test_linear_divides_the_positions():
+    x = np.random.default_rng(0).standard_normal((1, 1, 4, 16))
+    scaled, plain = head(jf.RopeScaling("linear", 4.0)), head(None)
+    assert np.abs(turned(scaled, x, [[0, 4, 8, 40]]) - turned(plain, x, [[0, 4, 8, 40]])).max() > 1
+    # an angle of 40 is known to 4e-6
+    np.testing.assert_allclose(turned(scaled, x, [[0, 4, 8, 40]]), turned(plain, x, [[0, 1, 2, 10]]), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 300, 1024])
+def test_dynamic_goes_by_the_length(length):
+    cfg = head(jf.RopeScaling("dynamic", 4.0, original_length=256))
+    found = jf.rope.frequencies(cfg, 16, jnp.array([length]))[0]
+    base = 10_000 * (4 * length / 256 - 3) ** (16 / 14) if length > 256 else 10_000
+    np.testing.assert_allclose(found, base ** -(np.arange(8) / 8), rtol=1e-5)  # a float32 power of up to 1e5
+    assert (length > 256) == (np.abs(found[1:] / PLAIN[1:] - 1).max() > 1e-3)
+
+
+def test_dynamic_goes_by_the_length_of_each_row():
+    x = np.random.default_rng(0).standard_normal((2, 1, 3, 16))
+    cfg = head(jf.RopeScaling("dynamic", 4.0, original_length=256))
+    found = turned(cfg, x, [[0, 5, 9], [0, 5, 400]])
+    alone = [turned(cfg, x[row : row + 1], [positions]) for row, positions in enumerate(([0, 5, 9], [0, 5, 400]))]
+    np.testing.assert_array_equal(found, np.concatenate(alone))
+    assert np.abs(found[1, :, 1] - turned(cfg, x, [[0, 5, 9]])[1, :, 1]).max() > 0.1
+
+
+# In a model
+
+
+def through_the_cache(cfg, params, ids, first, valid=None):
+    cache, parts = jf.init_cache(cfg, len(ids), LENGTH), []
+    for start, stop in ((0, first), *((t, t + 1) for t in range(first, ids.shape[1]))):
+        given = {} if valid is None else {"valid": valid[:, start:stop]}
+        part, cache = forward(params, ids[:, start:stop], cfg, cache=cache, **given)
+        parts.append(part)
+    return np.concatenate(parts, axis=1)
+
+
+def close(found, expected):
+    # float32 sums in another order: about a hundred roundings of the largest logit
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def far(found, expected):
+    return np.abs(np.asarray(found) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_cached_is_uncached(kind):
+    """Left-padded in its first chunk, too."""
+    cfg, params, ids = CONFIGS[kind], tiny.drawn(BASE), tiny.tokens(BASE, length=LENGTH)
+    valid = np.ones(ids.shape, bool)
+    ids[0, :3], valid[0, :3] = FILLER, False
+    whole = np.asarray(forward(params, ids, cfg, valid=valid))
+    assert far(forward(params, ids, BASE, valid=valid), whole), "scaling is seen"
+    close(through_the_cache(cfg, params, ids, 5, valid)[valid], whole[valid])
+
+
+def uncached(params, ids, cfg):
+    """Logits [B, T, V] of every prefix's last token, as the forward gives them for that prefix alone."""
+    rows = [
+        forward(params, ids, cfg, valid=np.broadcast_to(np.arange(ids.shape[1]) <= t, ids.shape))[:, t] for t in range(LENGTH)
+    ]
+    return np.stack(rows, axis=1)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_dynamic_cached_is_uncached_past_the_original_length(window):
+    """One layer: what deeper ones keep of a token also depends on how long the sequence was when it was read."""
+    cfg = dataclasses.replace(ONE_LAYER, window=window)
+    params, ids = tiny.drawn(cfg), tiny.tokens(cfg, length=LENGTH)
+    every = uncached(params, ids, cfg)
+    assert far(forward(params, ids, cfg)[:, ORIGINAL:-1], every[:, ORIGINAL:-1]), "the length changes all earlier places"
+    assert far(uncached(params, ids, dataclasses.replace(cfg, rope_scaling=None))[:, ORIGINAL:], every[:, ORIGINAL:])
+    found = through_the_cache(cfg, params, ids, 4)
+    close(found[:, 3:], every[:, 3:])
+    whole = CONFIGS["dynamic"]
+    deep = tiny.drawn(whole)
+    close(through_the_cache(whole, deep, ids[:, :ORIGINAL], 4), forward(deep, ids[:, :ORIGINAL], whole))
+
+
+def test_dynamic_greedy_is_the_uncached_argmax():
+    """Prompts of unequal lengths, below and past the original one, each stretched by its own length."""
+    cfg, prompts, new = ONE_LAYER, [[5, 9, 11], tiny.tokens(ONE_LAYER, 1, 8)[0].tolist()], 6
+    params = tiny.drawn(cfg)
+    out = jf.generate(params, prompts, cfg, max_new_tokens=new)
+    plain = jf.generate(params, prompts, dataclasses.replace(cfg, rope_scaling=None), max_new_tokens=new)
+    assert np.abs(plain.logprobs - out.logprobs).max(1).min() > 1e-2, "scaling is seen in both rows"
+    for row, prompt in enumerate(prompts):
+        ids = list(prompt)
+        for step in range(new):
+            padded = np.array([ids + [FILLER] * (LENGTH - len(ids))])
+            logits = np.asarray(forward(params, padded, cfg, valid=np.arange(LENGTH)[None] < len(ids)))[0, len(ids) - 1]
+            best, second = np.sort(logits)[::-1][:2]
+            assert best - second > 1e-3, "a near tie would make the comparison of tokens meaningless"
+            ids.append(int(logits.argmax()))
+            assert abs(jax.nn.log_softmax(logits)[ids[-1]] - out.logprobs[row, step]) < 1e-4
+        np.testing.assert_array_equal(out.tokens[row], ids[len(prompt) :])
+
+
+def test_dynamic_does_not_depend_on_how_a_prompt_is_read():
+    cfg = CONFIGS["dynamic"]
+    params, ids = tiny.drawn(cfg), tiny.tokens(cfg, length=12)
+    whole, parts = (jf.generate(params, ids, cfg, max_new_tokens=3, prefill_chunk=n) for n in (16, 4))
+    np.testing.assert_allclose(parts.logprobs, whole.logprobs, rtol=0, atol=1e-4)  # of size 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_document_is_as_alone(kind):
+    cfg = CONFIGS[kind]
+    params, ids = tiny.drawn(cfg), tiny.tokens(cfg, length=LENGTH)
+    segments = np.repeat([[0] * 10 + [1] * 4], 2, axis=0)
+    alone = np.asarray(forward(params, ids[:, 10:], cfg))
+    assert far(forward(params, ids, cfg)[:, 10:], alone)
+    close(np.asarray(forward(params, ids, cfg, segments=segments))[:, 10:], alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_finite(kind):
+    cfg = dataclasses.replace(CONFIGS[kind], n_layers=1)
+    batch = tiny.batch(cfg, rows=2, length=LENGTH)
+    grads = jax.jit(jax.grad(lambda params: jf.loss(params, batch, cfg)[0]))(tiny.drawn(cfg))
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 1e-6 for g in jax.tree.leaves(grads))
+
+
+# Files, and what is refused
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_json_gives_the_scaling_back(kind):
+    cfg = CONFIGS[kind] if kind else BASE
+    again = from_dict(jf.ModelConfig, json.loads(to_json(cfg)))
+    assert again == cfg and hash(again) == hash(cfg) and type(again.rope_scaling) is type(cfg.rope_scaling)
+    assert len({*CONFIGS.values(), BASE, again}) == 5
+
+
+def test_none_is_no_scaling():
+    assert dataclasses.replace(CONFIGS["yarn"], rope_scaling=None) == BASE
+    text = to_json(CONFIGS["yarn"]).replace('"yarn"', '"yarm"')
+    with pytest.raises(ValueError, match="kind 'yarm'; did you mean 'yarn'"):
+        from_dict(jf.ModelConfig, json.loads(text))
+
+
+WRONG = [
+    ({"kind": "ntk"}, "unknown kind 'ntk'"),
+    ({"kind": "lineer"}, "unknown kind 'lineer'; did you mean 'linear'"),
+    *(({"kind": kind, "original_length": None}, f"'{kind}' needs original_length") for kind in ("dynamic", "llama3", "yarn")),
+    ({"original_length": 0}, "original_length=0 must be above 0"),
+    ({"original_length": 16.0}, "original_length=16.0 must be an integer"),
+    ({"factor": 0.0}, "factor=0.0 must be above 0"),
+    ({"factor": -2.0}, "factor=-2.0"),
+    ({"factor": float("nan")}, "factor=nan must be a finite number"),
+    ({"factor": "4"}, "factor='4' must be a finite number"),
+    ({"low_frequency": 0.0}, "low_frequency=0.0"),
+    ({"low_frequency": 4.0}, "low_frequency=4.0 must be below high_frequency=4.0"),
+    ({"beta_slow": 0.0}, "beta_slow=0.0"),
+    ({"beta_fast": float("inf")}, "beta_fast=inf"),
+    ({"beta_fast": 1.0}, "beta_slow=1.0 must be below beta_fast=1.0"),
+    ({"attention_factor": 0.0}, "attention_factor=0.0"),
+    ({"truncate": 1}, "truncate=1 must be True or False"),
+    ({"mscale": 1.0}, "no field 'mscale'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_scalings_are_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jf.RopeScaling(**{"kind": "yarn", "factor": 4.0, "original_length": 16} | change)
+
+
+@pytest.mark.parametrize("scaling", ["yarn", {"kind": "linear", "factor": 2.0}, 4.0])
+def test_what_is_no_scaling_is_refused(scaling):
+    with pytest.raises(ValueError, match="rope_scaling=.* must be RopeScaling"):
+        dataclasses.replace(BASE, rope_scaling=scaling)
+
+
+def test_dynamic_needs_more_than_one_pair():
+    """Its exponent is H / (H − 2)."""
+    with pytest.raises(ValueError, match="head_dim=2"):
+        dataclasses.replace(CONFIGS["dynamic"], head_dim=2)
