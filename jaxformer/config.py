@@ -55,6 +55,10 @@ class RopeScaling(Strict):
             "attention_factor",
         )
         within(self, 0, math.inf, *positive, open_low=True, prefix="rope_scaling.")
+        if self.kind == "none" and self.factor != 1.0:
+            raise ValueError(f"rope_scaling.factor={self.factor} has no effect with kind 'none'")
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
         if self.kind not in ("none", "linear") and self.original_length is None:
             raise ValueError(f"rope_scaling of kind {self.kind!r} needs original_length")
         if self.low_frequency >= self.high_frequency:
@@ -180,7 +184,7 @@ class ModelConfig(Strict):
             resolve(kind, getattr(self, kind))
             set_(kind, name_of(kind, getattr(self, kind)))
         for name in ("dtype", "param_dtype"):
-            set_(name, _dtype_name(name, getattr(self, name)))
+            set_(name, dtype_name(name, getattr(self, name)))
         for name in ("n_kv_heads", "head_dim", "d_ff"):
             set_(name, Derived(0) if getattr(self, name) is None else getattr(self, name))
         if self.rope_scaling is None:
@@ -222,8 +226,36 @@ class ModelConfig(Strict):
                 raise ValueError(f"window={width} must be at least 1: a query sees itself")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs")
-        if self.position == "sinusoidal" and self.d_model % 2:
+        if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
+        if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.head_dim < 4:
+            raise ValueError(f"head_dim={self.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
+        if self.position != "rope" and self.rope_scaling.kind != "none":
+            raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
+        if self.position == "relative":
+            self._check_relative()
+        self._check_encoder()
+
+    def _check_relative(self):
+        both_ways = bool(self.encoder_layers) or not self.causal
+        exact = self.relative_buckets // (4 if both_ways else 2)
+        if exact < 1:
+            raise ValueError(f"relative_buckets={self.relative_buckets} must be at least {4 if both_ways else 2}")
+        if self.relative_distance <= self.relative_buckets // 2:
+            half = f"half of relative_buckets={self.relative_buckets}"
+            raise ValueError(
+                f"relative_distance={self.relative_distance} must be above {half}, which stand for one distance each"
+            )
+
+    def _check_encoder(self):
+        if self.encoder_layers:
+            try:
+                _ = self.encoder
+            except ValueError as error:
+                own = f"encoder_heads={self.encoder_heads}, encoder_d_ff={self.encoder_d_ff}"
+                raise ValueError(f"the encoder ({own}): {error}") from error
+        elif self.encoder_heads is not None or self.encoder_d_ff is not None:
+            raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -248,6 +280,8 @@ class ModelConfig(Strict):
             n_heads=self.encoder_heads or self.n_heads,
             d_ff=self.encoder_d_ff or self.d_ff,
             encoder_layers=0,
+            encoder_heads=None,
+            encoder_d_ff=None,
             causal=False,
             window=None,
         )
@@ -261,7 +295,8 @@ class ModelConfig(Strict):
         return tuple(by_window[w] for w in self.window)
 
 
-def _dtype_name(name: str, value: Any) -> str:
+def dtype_name(name: str, value: Any) -> str:
+    """The name of a floating dtype. Raises ValueError, naming the field ``name``, for anything else."""
     try:
         dtype = jnp.dtype(value if value is not None else "None")  # jnp.dtype(None) is a default, which nobody asked for
     except TypeError as error:

@@ -19,6 +19,11 @@ def of(name, **fields):
     return dataclasses.replace(tiny.PRESETS[name], **fields)
 
 
+def shallow(name):
+    """A preset with one layer of each kind, and parameters."""
+    return model(name, layers=2 if name == "mixed_windows" else 1)
+
+
 # What it declares
 
 
@@ -80,7 +85,7 @@ def test_wrong_arguments_are_refused(given, message):
 
 
 def test_a_learned_table_bounds_the_cache():
-    cfg, params = model("gpt2")
+    cfg, params = shallow("gpt2")
     jf.init_cache(cfg, 1, 24)
     with pytest.raises(ValueError, match="cache length 25 goes past the learned table of max_length=24"):
         jf.init_cache(cfg, 1, 25)
@@ -106,7 +111,7 @@ class OtherEntries:
 
 
 def test_wrong_chunks_are_refused():
-    cfg, params = model("llama_gqa")
+    cfg, params = shallow("llama_gqa")
     cache = jf.init_cache(cfg, 2, 8)
     with pytest.raises(ValueError, match="tokens have 1 rows, the cache has 2"):
         jf.forward(params, [[5]], cfg, cache=cache)
@@ -119,7 +124,7 @@ def test_wrong_chunks_are_refused():
     other = dataclasses.replace(cfg, attention=OtherEntries)
     with pytest.raises(ValueError, match=r"keeps \['keys'\]; its cache has \['key', 'value'\]"):
         jf.forward(params, [[5], [6]], other, cache=jf.init_cache(other, 2, 8))
-    pairs, pair_params = model("transformer_base")
+    pairs, pair_params = shallow("transformer_base")
     with pytest.raises(ValueError, match="the first chunk of an encoder–decoder needs source="):
         jf.forward(pair_params, [[5]], pairs, cache=jf.init_cache(pairs, 1, 8))
 
@@ -128,13 +133,13 @@ def test_wrong_chunks_are_refused():
 
 
 def feed(name, cache, tokens, **given):
-    cfg, params = model(name)
+    cfg, params = shallow(name)
     return forward(params, tokens, cfg, cache=cache, **given)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "mistral"])
 def test_exactly_full_works_and_one_more_raises(name):
-    cfg, params = model(name)
+    cfg, params = shallow(name)
     tokens = tiny.tokens(cfg, 1, 8)
     _, six = feed(name, jf.init_cache(cfg, 1, 8), tokens[:, :6])
     with pytest.raises(ValueError, match="3 tokens do not fit: 6 of the cache's 8 slots are used"):
@@ -147,14 +152,14 @@ def test_exactly_full_works_and_one_more_raises(name):
 
 def uneven(name, fed=(6, 8)):
     """A cache of 8 slots of which the two rows have used so many."""
-    cfg, _ = model(name)
+    cfg, _ = shallow(name)
     tokens = tiny.tokens(cfg, 2, 8)
     return tokens, feed(name, jf.init_cache(cfg, 2, 8), tokens, valid=np.arange(8) < np.array(fed)[:, None])[1]
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "mistral"])
 def test_each_row_has_an_end_of_its_own(name):
-    cfg, params = model(name)
+    cfg, params = shallow(name)
     tokens, cache = uneven(name)
     assert cache.used.tolist() == [6, 8]
     with pytest.raises(ValueError, match=r"1 tokens do not fit: 8 of the cache's 8 slots are used \(row 1\)"):
@@ -168,7 +173,7 @@ def test_each_row_has_an_end_of_its_own(name):
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "mistral"])
 def test_traced_tokens_past_the_end_give_nan_in_their_row_only(name):
-    cfg, params = model(name)
+    cfg, params = shallow(name)
     tokens, cache = uneven(name)
     logits, after = feed(name, cache, tokens[:, 6:])
     assert np.isnan(logits[1]).all() and after.used.tolist() == [8, 10]
@@ -186,7 +191,7 @@ def test_traced_tokens_past_the_end_give_nan_in_their_row_only(name):
 @pytest.mark.parametrize(("name", "ahead"), [("llama_gqa", 0), ("gpt2", 0), ("mistral", 3), ("mixed_windows", 3)])
 def test_what_is_taken_back_has_never_been(name, ahead):
     """Rows go back by 3, 0 and 1 tokens, in rings too, then on with other tokens."""
-    cfg, _ = model(name)
+    cfg, _ = shallow(name)
     tokens, others = tiny.tokens(cfg, 3, 14), tiny.tokens(cfg, 3, 14, seed=1)
     back, used = np.array([3, 0, 1]), np.array([9, 9, 9])
     start = jf.init_cache(cfg, 3, 16, ahead=ahead)
@@ -204,7 +209,8 @@ def test_what_is_taken_back_has_never_been(name, ahead):
         plain, kept_on = feed(name, kept_on, chunk)
         close(found, expected)
         assert again.used.tolist() == never.used.tolist()
-        assert np.abs(found - plain)[[0, 2]].max() > 0.1, "the tokens that were taken back would matter"
+        if at == 9:  # windows pass over them later
+            assert np.abs(found - plain)[[0, 2]].max(axis=(1, 2)).min() > 0.1, "the tokens that were taken back would matter"
 
 
 # Rows that change places
@@ -212,7 +218,7 @@ def test_what_is_taken_back_has_never_been(name, ahead):
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mixed_windows", "transformer_base"])
 def test_taken_rows_go_on_as_themselves(name):
-    cfg, _ = model(name)
+    cfg, _ = shallow(name)
     given, rows = inputs(cfg), np.array([1, 1, 0])
     valid = np.array([[True] * 3 + [False] * 3, [True] * 6])
     _, cache = feed(name, jf.init_cache(cfg, 2, 9), tiny.tokens(cfg, 2, 6), valid=valid, **given)
@@ -226,7 +232,7 @@ def test_taken_rows_go_on_as_themselves(name):
 
 def test_the_source_may_stay_where_it_is():
     """For rows that share a source: nothing of it is moved."""
-    cfg, _ = model("transformer_base")
+    cfg, _ = shallow("transformer_base")
     given = {key: value[[1, 1]] for key, value in inputs(cfg).items()}
     _, cache = feed("transformer_base", jf.init_cache(cfg, 2, 9), tiny.tokens(cfg, 2, 6), **given)
     taken = jf.Cache.take(cache, np.array([1, 0]), source=False)
@@ -240,7 +246,7 @@ def test_the_source_may_stay_where_it_is():
 
 
 def test_a_cache_passes_through_jit_and_loops():
-    cfg, params = model("llama_mqa")
+    cfg, params = shallow("llama_mqa")
     step = functools.partial(jf.forward, params, cfg=cfg)
     tokens = tiny.tokens(cfg, 1, 5)
 

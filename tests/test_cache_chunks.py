@@ -1,6 +1,5 @@
 """Chunks of any widths through the cache, with padding anywhere, rings or not, are the whole forward (rules 2, 3, 7, 8, 13)."""
 
-import dataclasses
 import functools
 
 import example_components as example
@@ -11,26 +10,25 @@ import tiny
 from decoding import LENGTH, PADS, close, forward, inputs, loud, model, row_inputs
 
 import jaxformer as jf
+from jaxformer.decode import cache as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("name", tiny.PRESETS)
 def test_chunks_are_the_whole_forward(name):
-    """A prefill of p tokens, then single steps, in a cache longer than the sequence."""
+    """In a cache longer than the sequence; ``test_attention`` has other widths."""
     cfg, params = model(name)
-    tokens, given, length = tiny.tokens(cfg, 1, LENGTH), row_inputs(cfg, 1), LENGTH
+    tokens, given = tiny.tokens(cfg, 1, LENGTH), row_inputs(cfg, 1)
     whole = np.asarray(forward(params, tokens, cfg, **given))
-    other = np.asarray(forward(params, np.where(np.arange(length) < length - 1, 4, tokens), cfg, **given))
+    other = np.asarray(forward(params, np.where(np.arange(LENGTH) < LENGTH - 1, 4, tokens), cfg, **given))
     assert np.abs(other - whole)[:, -1].max() > 0.1, "the history matters"
-    for first in (1, length - 1):
-        logits, cache = forward(params, tokens[:, :first], cfg, cache=jf.init_cache(cfg, 1, length + 3), **given)
-        parts = [logits]
-        for at in range(first, length):
-            logits, cache = forward(params, tokens[:, at : at + 1], cfg, cache=cache)
-            parts.append(logits)
-        close(np.concatenate(parts, axis=1), whole)
-        assert (np.asarray(cache.used) == length).all()
+    cache, parts = jf.init_cache(cfg, 1, LENGTH + 3), []
+    for at in range(0, LENGTH, 4):
+        logits, cache = forward(params, tokens[:, at : at + 4], cfg, cache=cache, **(given if at == 0 else {}))
+        parts.append(logits)
+    close(np.concatenate(parts, axis=1), whole)
+    assert cache.used.tolist() == [LENGTH]
 
 
 # Rows that fill at their own pace
@@ -38,12 +36,12 @@ def test_chunks_are_the_whole_forward(name):
 RAGGED = {  # name -> (config, tokens that each ring keeps beyond its window)
     "rings of 4 and all slots": (model("mixed_windows")[0], 0),
     "rings of 4 and 3 more": (model("mistral")[0], 3),
-    "rings of 1": (dataclasses.replace(model("mistral")[0], window=1), 0),
-    "rings that keep positions": (dataclasses.replace(model("mistral")[0], position=example.Alibi), 0),
-    "learned positions": (model("gpt2")[0], 0),
+    "rings of 1": (model("mistral", layers=1, window=1)[0], 0),
+    "rings that keep positions": (model("mistral", layers=1, position=example.Alibi)[0], 0),
+    "learned positions": (model("gpt2", layers=1)[0], 0),
 }
-ROWS, TOTAL, WIDTHS = 3, 21, (6, 1, 3, 1, 1, 6, 3)
-"""Chunks wider and narrower than the windows."""
+ROWS, TOTAL, WIDTHS = 3, 22, (6, 1, 5, 1, 5, 1, 1, 1, 1)
+"""Chunks wider and narrower than the windows, and of just as many tokens as a ring has room for."""
 
 
 def holes():
@@ -90,7 +88,7 @@ def test_ragged_chunks_are_each_row_alone(name):
         assert here.all() or cfg.window == 1 or np.abs(unmasked[row, here] - alone)[:, quiet].max() > 0.1, "holes matter"
 
 
-@pytest.mark.parametrize("name", [name for name in RAGGED if "rings" in name])
+@pytest.mark.parametrize("name", ["rings of 4 and all slots", "rings of 4 and 3 more"])
 def test_rings_are_full_caches_with_a_window(name):
     cfg, ahead = RAGGED[name]
     (found, ring), tokens = ragged(name)
@@ -101,6 +99,22 @@ def test_rings_are_full_caches_with_a_window(name):
     quiet = np.flatnonzero(~np.isin(np.arange(cfg.vocab_size), PADS))
     here = holes()
     close(found[here][:, quiet], expected[here][:, quiet])
+
+
+def test_a_chunk_writes_no_slot_twice(monkeypatch):
+    """Which of two writes to one slot lasts is not defined on every device: of a long chunk, the last tokens are written."""
+    cfg, _ = model("mistral")
+    valid = holes()[:, :11]
+    places, cache = jf.init_cache(cfg, ROWS, TOTAL).advance((ROWS, 11), cfg, None, valid)
+    written, write = [], caches._write
+    monkeypatch.setattr(caches, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis))
+    entry = np.zeros((ROWS, cfg.n_kv_heads, 11, cfg.head_dim), np.float32)
+    cache.writer(0, cfg.layers[0], places).extend({"key": entry, "value": entry})
+    for slots, here in zip(np.asarray(written[0]), valid, strict=True):
+        assert len(set(slots)) == 11 and (slots[~here] >= 4).all()
+        order = np.arange(here.sum())
+        np.testing.assert_array_equal(slots[here][-4:], order[-4:] % 4)
+        assert (slots[here][:-4] >= 4).all(), "past the end of a ring of 4, where nothing is written"
 
 
 def test_a_hole_takes_no_place_in_a_window_without_a_cache_either():
@@ -116,8 +130,13 @@ def test_a_hole_takes_no_place_in_a_window_without_a_cache_either():
 # Dtypes of cache and model
 
 
-@pytest.mark.parametrize("name", ["mixed_windows", "transformer_base"])
-@pytest.mark.parametrize(("dtype", "kept"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+OTHER = [("float32", "bfloat16"), ("bfloat16", "float32")]
+"""Dtypes of the model and of its cache."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kept"), [*(("mixed_windows", *dtypes) for dtypes in OTHER), ("transformer_base", *OTHER[0])]
+)
 def test_the_cache_may_have_another_dtype_than_the_model(name, dtype, kept):
     cfg, params = model(name, dtype=dtype)
     tokens, given, parts = tiny.tokens(cfg, 2, 9), inputs(cfg), {}
@@ -138,14 +157,14 @@ def test_the_cache_may_have_another_dtype_than_the_model(name, dtype, kept):
         assert np.abs(parts[kept] - parts[dtype]).max() > 1e-4 * largest, "rounding is seen"
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("dtype", "kept"), OTHER)
 def test_generation_with_a_cache_of_another_dtype(dtype, kept):
-    cfg, params = model("mistral", dtype=dtype)
-    given = {"max_new_tokens": 5, "prefill_chunk": 3}
-    own, other = (jf.generate(params, [[5, 6, 7, 8, 9]], cfg, cache_dtype=d, **given) for d in (None, kept))
-    assert own.tokens.shape == other.tokens.shape and other.logprobs.dtype == np.float32
-    assert np.isfinite(other.logprobs).all()
-    # up to the first token; a later one may follow another choice. Log-probabilities of size 1 to 5, rounded as above
-    np.testing.assert_allclose(other.logprobs[:, 0], own.logprobs[:, 0], atol=0.1)
-    text = jax.jit(lambda p: jf.generate(p, [[5, 6]], cfg, cache_dtype=kept, max_new_tokens=2).tokens).lower(params).as_text()
-    assert f"x4x8x{'bf16' if kept == 'bfloat16' else 'f32'}>" in text, "the cache has that dtype"
+    cfg, params = model("mistral", layers=1, dtype=dtype)
+    prompt = tiny.tokens(cfg, 1, LENGTH)
+    given = {"max_new_tokens": 5, "cache_dtype": kept}
+    out = jf.generate(params, prompt, cfg, **given)
+    assert out.tokens.shape == (1, 5) and np.isfinite(out.logprobs).all()
+    expected = jax.nn.log_softmax(forward(params, prompt, cfg)[0, -1])[out.tokens[0, 0]]
+    assert abs(out.logprobs[0, 0] - expected) < 0.1  # of size 1 to 5, rounded as above
+    text = jax.jit(lambda params: jf.generate(params, prompt, cfg, **given).tokens).lower(params).as_text()
+    assert f"x4x8x{'bf16' if kept == 'bfloat16' else 'f32'}>" in text, "a ring of 4 slots has that dtype"

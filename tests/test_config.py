@@ -87,6 +87,26 @@ WRONG = [
     ({"window": 0}, "window=0"),
     ({"window": (4, None, 0)}, "window=0"),
     ({"window": 2.5}, "window=2.5"),
+    ({"d_model": 33, "head_dim": 8, "position": "sinusoidal_half"}, "d_model=33 is odd"),
+    ({"encoder_layers": 1, "encoder_heads": 0}, "encoder_heads=0 must be at least 1"),
+    ({"encoder_layers": 1, "encoder_heads": 2.0}, "encoder_heads=2.0 must be an integer"),
+    ({"encoder_layers": 1, "encoder_heads": 3, "n_kv_heads": 1}, "d_model=32 does not divide by encoder_heads=3"),
+    ({"encoder_layers": 1, "encoder_heads": 1}, "encoder_heads=1 does not divide by n_kv_heads=2"),
+    ({"encoder_layers": 1, "encoder_heads": 32}, "head_dim=1 is odd"),
+    ({"encoder_layers": 1, "encoder_d_ff": 0}, "encoder_d_ff=0 must be at least 1"),
+    ({"encoder_layers": 1, "encoder_d_ff": "8"}, "encoder_d_ff='8' must be an integer"),
+    ({"attention_scale": 0.0}, "attention_scale=0.0 must be above 0"),
+    ({"attention_scale": float("nan")}, "attention_scale=nan must be a finite number"),
+    ({"head_bias": 1}, "head_bias=1 must be True or False"),
+    ({"scale_head": "yes"}, "scale_head='yes' must be True or False"),
+    ({"embedding_norm": None}, "embedding_norm=None must be True or False"),
+    ({"relative_buckets": 1}, "relative_buckets=1"),
+    ({"relative_buckets": 8.0}, "relative_buckets=8.0 must be an integer"),
+    ({"relative_distance": 1}, "relative_distance=1"),
+    # half of the buckets hold one distance each: the rest must have distances left
+    ({"position": "relative", "relative_distance": 16}, "relative_distance=16.*relative_buckets=32"),
+    ({"position": "relative", "relative_buckets": 3, "causal": False}, "relative_buckets=3"),
+    ({"position": "relative", "relative_buckets": 2, "encoder_layers": 1}, "relative_buckets=2"),
     ({"start_token": 67}, "start_token=67 must be at least 0 and below 67"),
     ({"start_token": 1.5}, "start_token=1.5"),
     ({"attention_dropout": 1.0}, "attention_dropout=1.0"),
@@ -159,6 +179,8 @@ def test_configs_of_layers_and_encoder():
     assert {dataclasses.replace(layer, window=cfg.window) for layer in cfg.layers} == {cfg}
     whole = dataclasses.replace(tiny.PRESETS["transformer_base"], encoder_layers=2)
     assert (whole.encoder.n_layers, whole.encoder.encoder_layers, whole.encoder.causal) == (2, 0, False)
+    own = dataclasses.replace(whole, encoder_heads=8, encoder_d_ff=20)
+    assert [(c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff) for c in (own, own.encoder)] == [(4, 4, 8, 48), (8, 8, 4, 20)]
 
 
 # The configs of a run
@@ -198,6 +220,18 @@ def round_trip(cfg):
 
 CONFIGS = tiny.PRESETS | {name: getattr(jf.presets, name)() for name in FULL_SIZE}
 CONFIGS["component"] = dataclasses.replace(CFG, mlp=example_components, position=example_components.alibi)
+CONFIGS["paired"] = dataclasses.replace(
+    tiny.PRESETS["transformer_base"],
+    encoder_heads=8,
+    encoder_d_ff=20,
+    attention_scale=0.5,
+    head_bias=True,
+    scale_head=True,
+    embedding_norm=True,
+    position="relative",
+    relative_buckets=8,
+    relative_distance=20,
+)
 CONFIGS["dtypes"] = dataclasses.replace(CFG, dtype=jnp.bfloat16, window=3, attention_softcap=30.0)
 
 

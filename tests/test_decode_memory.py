@@ -18,9 +18,9 @@ NAMES = ("llama_gqa", "mistral")
 
 
 def long(name):
-    """A config of two layers whose cache is larger than all else."""
+    """A config of one layer whose cache is larger than all else."""
     window = WINDOW if tiny.PRESETS[name].window else None
-    cfg = dataclasses.replace(tiny.PRESETS[name], n_layers=2, max_length=SLOTS, window=window)
+    cfg = dataclasses.replace(tiny.PRESETS[name], n_layers=1, max_length=SLOTS, window=window)
     return cfg, jf.model.unstack(tiny.drawn(cfg), cfg)
 
 
@@ -34,14 +34,14 @@ def step_memory(name, batch, also=lambda before: (), donated=True):
     step = lambda params, token, cache: (jf.forward(params, token, cfg, cache=cache), also(cache))
     run = jax.jit(step, donate_argnums=2 if donated else ())
     memory = run.lower(params, jnp.ones((batch, 1), jnp.int32), cache).compile().memory_analysis()
-    return caches.size(cache) / 2, memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return caches.size(cache), memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_updates_a_donated_cache_in_place(name, batch):
     layer, aliased, temporary = step_memory(name, batch)
-    assert aliased == 2 * layer and temporary < layer
+    assert aliased == layer and temporary < layer
 
 
 def test_what_is_not_in_place_is_seen(monkeypatch):
@@ -111,9 +111,7 @@ def by_update(old, new, slot, axis):
     return jax.vmap(row)(old, new, slot)
 
 
-@pytest.mark.parametrize(
-    ("write", "batch", "operation"), [(by_where, 1, "copy"), (by_where, 8, "select"), (by_update, 1, "copy")]
-)
+@pytest.mark.parametrize(("write", "batch", "operation"), [(by_where, 8, "select"), (by_update, 1, "copy")])
 def test_other_ways_to_write_are_seen(write, batch, operation, monkeypatch):
     monkeypatch.setattr(caches, "_write", write)
     _generate.clear_cache()

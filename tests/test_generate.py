@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from decoding import GREEDY, NEW, PROMPTS, alone, close, forward, inputs, loud, model, padded, widths
+from decoding import GREEDY, NEW, PADS, PROMPTS, alone, close, forward, inputs, loud, model, padded, widths
 
 import jaxformer as jf
 from jaxformer.decode import cache as caches
@@ -51,47 +51,53 @@ def test_windows_are_rings_here():
     assert [layer["key"].shape(cfg)[2] for layer in spec.layers] == [4, 16]
 
 
+unstack = jax.jit(jf.model.unstack, static_argnums=1)
 VARIANTS = {  # of the program; the tokens stay
-    "chunks of 3, layers unstacked": (3, jax.jit(jf.model.unstack, static_argnums=1), {}),
-    "chunks of 4, layers scanned": (4, lambda params, cfg: params, {"scan": True}),
+    "chunks of 3, layers unstacked": (3, unstack, NEW, {}),
+    "chunks of 4, layers scanned": (4, lambda params, cfg: params, 1, {"scan": True}),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", tiny.PRESETS)
 def test_prefill_in_chunks_and_other_programs_give_the_same_tokens(name, variant, monkeypatch):
-    chunk, convert, fields = VARIANTS[variant]
+    chunk, convert, new, fields = VARIANTS[variant]
     cfg, params = model(name, **fields)
     shapes = widths(monkeypatch)
-    out = generate(convert(loud(params), cfg), PROMPTS, cfg, prefill_chunk=chunk)
-    assert set(shapes) == {(2, chunk), (2, 1)}, "prompts of 7 are read in chunks, and padded to 16"
-    np.testing.assert_array_equal(out.tokens, alone(name)[0])
-
-
-@functools.cache
-def run(name):
-    """Logits and gradients for stacked and for unstacked layers, and logits of scanned ones, in one program."""
-    (cfg, params), (scanned, _) = model(name), model(name, scan=True)
-    batch = tiny.batch(cfg, rows=2, length=5)
-    logits = lambda params, cfg: jf.forward(params, batch["tokens"], cfg, **{k: batch[k] for k in tiny.inputs(cfg)})
-
-    def everything(params):
-        loss = lambda params: (jf.loss(params, batch, cfg)[0], logits(params, cfg))
-        unstacked = jf.model.unstack(params, cfg)
-        return [*(jax.grad(loss, has_aux=True)(p) for p in (params, unstacked)), logits(params, scanned)]
-
-    scans = [str(jax.make_jaxpr(logits, static_argnums=1)(params, cfg)).count(" scan[") for cfg in (scanned, cfg)]
-    assert scans[0] and not scans[1]
-    return jax.jit(everything)(params)
+    out = generate(convert(loud(params), cfg), PROMPTS, cfg, prefill_chunk=chunk, max_new_tokens=new)
+    assert {(2, chunk)} <= set(shapes) <= {(2, chunk), (2, 1)}, "prompts of 7, padded to 16, are read in chunks"
+    np.testing.assert_array_equal(out.tokens, alone(name)[0][:, :new])
 
 
 @pytest.mark.parametrize("name", tiny.PRESETS)
-def test_scanned_and_unstacked_layers_give_the_same_logits_and_gradients(name):
-    cfg, _ = model(name)
-    (stacked, logits), (unstacked, unstacked_logits), scanned_logits = run(name)
-    close(unstacked_logits, logits)
+def test_scanned_and_unstacked_layers_give_the_same_logits(name):
+    (cfg, params), (scanned, _) = model(name, layers=2), model(name, layers=2, scan=True)
+    tokens, given = tiny.tokens(cfg), inputs(cfg)
+    run = lambda params, cfg: jf.forward(params, tokens, cfg, **given)
+    scans = [str(jax.make_jaxpr(run, static_argnums=1)(params, cfg)).count(" scan[") for cfg in (scanned, cfg)]
+    assert scans[0] and not scans[1]
+    together = jax.jit(lambda params: (run(params, cfg), run(params, scanned), run(jf.model.unstack(params, cfg), cfg)))
+    logits, scanned_logits, unstacked_logits = together(params)
     close(scanned_logits, logits)
-    expected = jax.jit(jf.model.unstack, static_argnums=1)(stacked, cfg)
+    close(unstacked_logits, logits)
+
+
+TREES = ["transformer_base", "decoder_2017", "decoder_2017_learned", "gpt2", "qwen2_5", "qwen3", "mixed_windows"]
+"""Presets that have all the trees of parameters there are."""
+
+
+def test_other_presets_have_the_same_trees_of_parameters():
+    trees = {name: jax.tree.structure(jf.model.spec(model(name)[0])) for name in tiny.PRESETS}
+    assert {trees[name] for name in TREES} == set(trees.values())
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_gradients_of_unstacked_layers_are_those_of_stacked_ones(name):
+    cfg, params = model(name, layers=2)
+    batch = tiny.batch(cfg, rows=2, length=5)
+    loss = jax.grad(lambda params: jf.loss(params, batch, cfg)[0])
+    stacked, unstacked = jax.jit(lambda params: (loss(params), loss(jf.model.unstack(params, cfg))))(params)
+    expected = unstack(stacked, cfg)
     assert jax.tree.structure(unstacked) == jax.tree.structure(expected) != jax.tree.structure(stacked)
     for path, leaf in jax.tree.leaves_with_path(expected):  # softmax ignores a key's bias unless RoPE turns it
         assert "key_bias" in jax.tree_util.keystr(path) or np.abs(leaf).max() > 1e-4, path
@@ -104,6 +110,23 @@ def test_an_encoder_decoder_starts_by_itself():
     out = generate(params, None, cfg)
     np.testing.assert_array_equal(out.tokens, generate(params, [[cfg.start_token]] * 2, cfg).tokens)
     assert not np.allclose(out.logprobs, generate(params, [[9]] * 2, cfg).logprobs, atol=0.1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_the_source_changes_nothing(side):
+    """Rule 15, in the forward; of generation, see the first test, where one source is padded."""
+    cfg, params = model("transformer_base")
+    source, tokens = tiny.tokens(cfg, 1, 5, seed=3), tiny.tokens(cfg, 1, 12, seed=4)
+    filler = np.full((1, 2), PADS[1])
+    wide = np.concatenate([filler, source] if side == "left" else [source, filler], axis=1)
+    valid = wide != PADS[1]
+    assert valid.sum() == 5
+    plain = np.asarray(forward(params, tokens, cfg, source=source))
+    assert np.abs(np.asarray(forward(params, tokens, cfg, source=wide)) - plain).max() > 0.1, "unmasked padding is seen"
+    masked = np.asarray(forward(params, tokens, cfg, source=wide, source_valid=valid))
+    close(masked, plain)
+    other = np.where(valid, wide, 4)
+    np.testing.assert_array_equal(forward(params, tokens, cfg, source=other, source_valid=valid), masked)
 
 
 def test_up_to_the_last_row_of_a_learned_table():
@@ -203,13 +226,13 @@ def test_one_compilation_for_calls_of_one_shape():
 
 def test_prompts_of_many_lengths_compile_once_a_bucket():
     cfg = dataclasses.replace(tiny.PRESETS["llama_mqa"], n_layers=1, d_ff=24)  # used nowhere else: nothing is compiled yet
-    params, lengths = tiny.drawn(cfg), [1, 2, 5, 9, 13, 14, 15, 16, 17, 18, 19, 20]
-    before = jf.decode.generate.compilations()
+    params, lengths = tiny.drawn(cfg), [1, 2, 5, 9, 13, 15, 16, 17, 18, 19]
+    before = jf.compilations()
     for length in lengths:
         jf.generate(params, [[5] * length], cfg, max_new_tokens=2)
     sizes = {(bucket(length), bucket(length + 2 - 1)) for length in lengths}
     assert 1 < len(sizes) < len(lengths) / 2
-    assert jf.decode.generate.compilations() - before == len(sizes)
+    assert jf.compilations() - before == len(sizes)
 
 
 def test_buckets():

@@ -137,6 +137,18 @@ def test_wrong_inputs_of_generate_are_refused(cfg, prompts, given, message):
         jf.generate(params_of(cfg), prompts, cfg, **({"max_new_tokens": 1} | given))
 
 
+@pytest.mark.parametrize("name", ["prompts", "valid"])
+def test_generation_inside_jit_is_refused(name):
+    given = {"prompts": np.array(T), "valid": np.ones((2, 3), bool)}
+
+    def run(traced):
+        now = given | {name: traced}
+        return jf.generate(params_of(LLAMA), now["prompts"], LLAMA, max_new_tokens=1, valid=now["valid"]).tokens
+
+    with pytest.raises(ValueError, match="call it outside jit"):
+        jax.jit(run)(given[name])
+
+
 @pytest.mark.parametrize("eos", [5, (5,), [5], np.int64(5), np.array([5, 6]), jax.numpy.array(5)], ids=repr)
 def test_ends_may_be_any_integers(eos):
     likely = jf.Sampling(temperature=0.0, logit_bias=((5, 1e4),), min_new_tokens=1)

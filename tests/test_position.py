@@ -42,6 +42,20 @@ def test_sinusoids_are_added_once_to_the_scaled_embedding():
     )
 
 
+def test_sinusoids_by_halves():
+    """Marian's order: all sines, then all cosines."""
+    cfg = jf.ModelConfig(vocab_size=5, d_model=4, n_layers=1, n_heads=1, position="sinusoidal_half")
+    assert jf.position.spec(cfg) == {}
+    positions, x = np.array([[0, 1, 100]]), draw(2, 3, 4)
+    found = jf.position.apply({}, x, positions, cfg) - x
+    expected = [[0, 0, 1, 1], [0.84147098, 0.00999983, 0.54030231, 0.99995], [-0.50636564, 0.84147098, 0.86231887, 0.54030231]]
+    # float32 sums of numbers of size 1; an angle of 100 is known to 8e-6
+    np.testing.assert_allclose(found, np.broadcast_to(expected, (2, 3, 4)), atol=1e-5)
+    np.testing.assert_allclose(found[0], jf.position.sinusoids(positions[0], 4)[:, [0, 2, 1, 3]], atol=1e-6)
+    low = jf.position.apply({}, jnp.zeros((1, 2, 4), "bfloat16"), np.array([[256, 257]]), cfg)  # one number in bfloat16
+    assert low.dtype == "bfloat16" and np.abs(low[0, 0, 0] - low[0, 1, 0]) > 0.3
+
+
 def test_learned_rows_are_added():
     cfg = tiny.PRESETS["gpt2"]
     table = tiny.drawn(cfg)["decoder"]["position"]["table"]

@@ -114,9 +114,7 @@ def test_the_tokens_are_those_of_generate(block):
     prompts, key = [made.encode("def"), made.encode("return x")], jax.random.key(3)
     sampling = jf.Sampling(temperature=0.9, top_k=200)
     kept = jf.generate(params, prompts, cfg, max_new_tokens=20, sampling=sampling, key=key, num_return=2, eos=made.eos_id)
-    pieces = jf.stream(
-        params, prompts, cfg, made, max_new_tokens=20, sampling=sampling, key=key, num_return=2, block=block
-    )
+    pieces = jf.stream(params, prompts, cfg, made, max_new_tokens=20, sampling=sampling, key=key, num_return=2, block=block)
     texts, tokens, finish = gathered(pieces, 4)
     for row, (expected, length) in enumerate(
         zip(np.asarray(kept.tokens).reshape(4, -1), np.asarray(kept.lengths).reshape(-1), strict=True)

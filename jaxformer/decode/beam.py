@@ -1,16 +1,16 @@
 """Beam search on the same forward and cache as sampling: num_beams hypotheses a row, best first."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, dtype_name
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.cache import Cache, empty, spec
@@ -99,10 +99,11 @@ def beam_search(
         starts.positive(name, number)
     if num_return > num_beams:
         raise ValueError(f"num_return={num_return} is more than num_beams={num_beams}")
-    if early_stopping not in (True, False, "never"):
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
-    if not np.isfinite(length_penalty):
+    if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} must be a finite number")
+    model.check(params, cfg)
     ids, lengths = starts.padded(prompts, valid, cfg, source)
     plan = _Plan(
         cfg=cfg,
@@ -110,11 +111,11 @@ def beam_search(
         max_new_tokens=max_new_tokens,
         slots=starts.room(cfg, int(lengths.max()), max_new_tokens),
         eos=starts.ends(eos, pad, cfg),
-        pad=pad,
+        pad=int(pad),
         chunk=prefill_chunk,
         length_penalty=float(length_penalty),
         early_stopping=early_stopping,
-        cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype).name,
+        cache_dtype=None if cache_dtype is None else dtype_name("cache_dtype", cache_dtype),
     )
     if num_beams + len(plan.eos) > cfg.vocab_size:
         raise ValueError(f"num_beams={num_beams} and {len(plan.eos)} end ids are too many for a vocabulary of {cfg.vocab_size}")

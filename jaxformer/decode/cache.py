@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer import spec as specs
-from jaxformer.config import ModelConfig
-from jaxformer.nn import attention, inputs, position
+from jaxformer.config import ModelConfig, dtype_name
+from jaxformer.nn import attention, inputs, position, rope
 from jaxformer.nn.attention import Entries, KeyValue
 from jaxformer.nn.mask import Places
 from jaxformer.spec import Param, zeros
@@ -39,7 +39,11 @@ class Cache:
         batch, length = shape
         if batch != len(self.used):
             raise ValueError(f"tokens have {batch} rows, the cache has {len(self.used)}")
-        fed = jnp.ones(shape, bool) if valid is None else jnp.broadcast_to(valid, shape)
+        if positions is not None and cfg.rope_scaling.kind == "dynamic":
+            raise ValueError(
+                "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which goes by the length"
+            )
+        fed = jnp.ones(shape, bool) if valid is None else jnp.broadcast_to(inputs.validity("", valid, shape), shape)
         used = self.used + fed.sum(1, dtype=jnp.int32)
         if isinstance(used, jax.core.Tracer):
             if valid is None and length > self.length:
@@ -49,8 +53,8 @@ class Cache:
             left = f"{int(self.used[row])} of the cache's {self.length} slots are used"
             raise ValueError(f"{int(fed[row].sum())} tokens do not fit: {left} (row {row})")
         order = self.used[:, None] + jnp.cumsum(fed, axis=1, dtype=jnp.int32) - 1
-        chunk = inputs.places("", shape, cfg, jnp.maximum(order, 0) if positions is None else positions, valid=valid)
-        return Places(order, chunk.position, None, chunk.valid), dataclasses.replace(self, used=used)
+        chunk = inputs.places("", shape, cfg, jnp.maximum(order, 0) if positions is None else positions)
+        return Places(order, chunk.position, None, None if valid is None else fed), dataclasses.replace(self, used=used)
 
     def writer(self, index: int, layer: ModelConfig, places: Places) -> "Writer":
         """For layer ``index``, of config ``layer``, and the chunk that was counted last, at ``places``."""
@@ -61,7 +65,12 @@ class Cache:
         return jnp.where((self.used <= self.length)[:, None, None], x_BTD, jnp.nan)
 
     def rewind(self, used: jax.Array) -> "Cache":
-        """Forgets all but each row's first ``used`` [B] tokens; no further back than the ``ahead`` of a windowed cache."""
+        """Forgets all but each row's first ``used`` [B] tokens; with windows, no more than the ``ahead`` of ``init_cache``.
+
+        Raises ValueError, where the numbers are known, for rows that would gain tokens.
+        """
+        if not any(isinstance(x, jax.core.Tracer) for x in (used, self.used)) and bool(((used < 0) | (used > self.used)).any()):
+            raise ValueError(f"rewind to {used} tokens: the rows have {self.used}")
         return dataclasses.replace(self, used=used)
 
     def take(self, rows: jax.Array, source: bool = True) -> "Cache":
@@ -82,7 +91,7 @@ class Writer:
         self._used, self._layer, self._chunk = cache.used, layer, places
         self._axes = {name: param.dims.index("S") for name, param in layer_spec(layer).items()}
         self._slots = next(self.entry[name].shape[axis] for name, axis in self._axes.items())
-        self._ring = self._slots < cache.length
+        self._length, self._ring = cache.length, self._slots < cache.length
 
     def extend(self, new: Entries) -> tuple[Entries, Places]:
         """Writes the chunk's entries into their slots; gives all that the chunk's queries may have to read."""
@@ -101,7 +110,7 @@ class Writer:
         order = self._chunk.order
         keep = jnp.ones(order.shape, bool) if self._chunk.valid is None else self._chunk.valid
         if self._ring:
-            keep = keep & (order >= self._used[:, None] - self._slots)
+            keep = keep & (order >= self._used[:, None] - self._slots) & (order < self._length)
         nowhere = self._slots + jnp.arange(order.shape[1])
         return jnp.where(keep, order % self._slots if self._ring else order, nowhere)
 
@@ -127,7 +136,9 @@ class Writer:
     def remember(self, source: KeyValue | None) -> KeyValue:
         """Keeps the keys and values of the encoder's output; without them (None) gives those kept."""
         if source is not None:
-            self.entry = self.entry | dict(zip(SOURCE, source, strict=True))
+            k_BKSH, v_BKSH, places = source
+            places = jax.tree.map(lambda x: _rows(x, k_BKSH), places)  # a row each, so that rows can be taken
+            self.entry = self.entry | dict(zip(SOURCE, (k_BKSH, v_BKSH, places), strict=True))
         elif SOURCE[0] not in self.entry:
             raise ValueError("the first chunk of an encoder–decoder needs source=; later ones read it from the cache")
         k_BKSH, v_BKSH, places = (self.entry[name] for name in SOURCE)
@@ -166,14 +177,16 @@ def _write(old: jax.Array, new: jax.Array, slot: jax.Array, axis: int) -> jax.Ar
 def layer_spec(layer: ModelConfig) -> dict[str, Param]:
     """What one layer keeps: its attention's entries, and positions where the scores need those of the keys."""
     kept = attention.cache(layer)
-    return kept | ({"position": Param("BS", zeros, dtype="int32")} if position.remembered(layer) else {})
+    return kept | ({"position": Param("BS", zeros, dtype="int32")} if position.site(layer) == "scores" else {})
 
 
 def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
     """The cache as ``Param``s: shapes, dtypes and letters, no memory. Arguments as ``init_cache``'s."""
     if not cfg.causal:
         raise ValueError("a cache needs causal attention: without it, every token would have to be computed again")
-    dtype = jnp.dtype(dtype or cfg.dtype).name
+    dtype = dtype_name("dtype of the cache", cfg.dtype if dtype is None else dtype)
+    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+        raise ValueError(f"ahead={ahead!r} must be an integer of at least 0")
 
     def sized(param: Param, slots: int) -> Param:
         sizes = (*param.sizes, ("B", batch), ("S", slots))
@@ -196,6 +209,7 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ah
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name}={number!r} must be an integer of at least 1")
     inputs.table("cache ", max_len, cfg)
+    rope.check_cache(cfg, max_len)
     return empty(spec(cfg, batch, max_len, dtype, ahead), cfg)
 
 

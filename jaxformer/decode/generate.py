@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, dtype_name
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
@@ -68,6 +68,7 @@ def generate(
 
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
+    model.check(params, cfg)
     if not isinstance(draft, DraftModel | PromptLookup | None):
         raise ValueError(f"draft must be a DraftModel or a PromptLookup, not {type(draft).__name__}")
     plan, arguments = prepare(
@@ -117,30 +118,31 @@ def prepare(
     """What is to be compiled, and what it is called with: prompts, lengths, key, values of sampling, source. All checks."""
     for name, number in (("num_return", copies), ("prefill_chunk", chunk)):
         starts.positive(name, number)
-    if isinstance(top, bool) or not 0 <= top <= cfg.vocab_size:
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= cfg.vocab_size:
         raise ValueError(f"top_logprobs={top!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
     ids, lengths = starts.padded(prompts, valid, cfg, source)
     slots = starts.room(cfg, int(lengths.max()), max_new_tokens, ahead)
-    methods, values = compile_sampling(sampling, len(ids), cfg.vocab_size)
+    ends = starts.ends(eos, pad, cfg)
+    methods, values = compile_sampling(sampling, len(ids), cfg.vocab_size, ends)
     if not methods.greedy and key is None:
         raise ValueError("sampling needs key=jax.random.key(seed); temperature=0 is greedy and needs none")
     plan = loop.Plan(
         cfg=cfg,
         max_new_tokens=max_new_tokens,
-        eos=starts.ends(eos, pad, cfg),
-        pad=pad,
+        eos=ends,
+        pad=int(pad),
         methods=methods,
         slots=slots,
         chunk=chunk,
         copies=copies,
         top=top,
-        cache_dtype=None if cache_dtype is None else jnp.dtype(cache_dtype).name,
+        cache_dtype=None if cache_dtype is None else dtype_name("cache_dtype", cache_dtype),
         ahead=ahead,
     )
     source, source_valid = starts.read_source(source, source_valid, len(ids), cfg)
     given = {} if source is None else {"source": source, "source_valid": source_valid}
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
-    return plan, (ids, lengths, jax.random.key(0) if key is None else key, values, given)
+    return plan, (ids, lengths, jax.random.key(0) if key is None else starts.random_key(key), values, given)
 
 
 def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, max_new_tokens: int) -> tuple[Guessing, Any]:
@@ -150,6 +152,7 @@ def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, 
         raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, the model one of {cfg.vocab_size}")
     if draft.cfg.encoder_layers and not cfg.encoder_layers:
         raise ValueError("the draft model has an encoder, the model has none")
+    model.check(draft.params, draft.cfg)
     starts.room(draft.cfg, longest, max_new_tokens)
     return Guessing(draft.ahead, cfg=draft.cfg), draft.params
 

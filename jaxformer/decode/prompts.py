@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
-from jaxformer.nn import inputs
+from jaxformer.nn import inputs, rope
 
 LEAST_BUCKET = 16
 
@@ -79,6 +79,7 @@ def room(cfg: ModelConfig, longest: int, max_new_tokens: int, ahead: int = 0) ->
             f"a prompt of {longest} and {max_new_tokens} new tokens go past the learned table of "
             f"max_length={cfg.max_length} positions"
         )
+    rope.check_cache(cfg, needed)
     return bucket(needed + ahead)
 
 
@@ -90,11 +91,25 @@ def positive(name: str, number: Any) -> None:
 
 def ends(eos: int | Sequence[int], pad: int, cfg: ModelConfig) -> tuple[int, ...]:
     """The ids that end a row, checked together with ``pad``."""
-    ids = (eos,) if isinstance(eos, int) else tuple(int(i) for i in eos)
-    for name, token in (*(("eos", i) for i in ids), ("pad", pad)):
+    ids = np.atleast_1d(np.asarray(() if eos is None else eos))
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"eos={eos!r} must be one id or several")
+    if isinstance(pad, bool) or not isinstance(pad, int | np.integer):
+        raise ValueError(f"pad={pad!r} must be an id")
+    found = tuple(int(i) for i in ids)
+    for name, token in (*(("eos", i) for i in found), ("pad", pad)):
         if not 0 <= token < cfg.vocab_size:
             raise ValueError(f"{name} id {token} is outside the vocabulary of {cfg.vocab_size}")
-    return ids
+    return found
+
+
+def random_key(key: Any) -> jax.Array:
+    """``key``, if it is one."""
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.shape == (2,)
+    if not typed and not raw:
+        raise ValueError(f"key={key!r:.80} must be one random key, as jax.random.key(seed) gives it")
+    return key
 
 
 def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> tuple[Any, Any]:

@@ -94,19 +94,23 @@ class History:
     """int32 [B, V]: how often each was generated."""
 
 
-def compile_sampling(sampling: Sampling | Sequence[Sampling], rows: int, vocab: int) -> tuple[Methods, dict[str, np.ndarray]]:
+def compile_sampling(
+    sampling: Sampling | Sequence[Sampling], rows: int, vocab: int, eos: tuple[int, ...] = ()
+) -> tuple[Methods, dict[str, np.ndarray]]:
     """The methods in use, and their values: [B, 1] each, ``bias`` [1 or B, V], ``transform`` [B, 1] (which, or −1).
 
-    Raises ValueError for ids outside the vocabulary, or where there is one ``Sampling`` a row but not for every row.
+    Raises ValueError for ids outside the vocabulary, for bans that leave nothing, and where there is one ``Sampling`` a row
+    but not for every row.
     """
-    each = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-    if not all(isinstance(one, Sampling) for one in each) or (not isinstance(sampling, Sampling) and len(each) != rows):
+    each = [sampling] if isinstance(sampling, Sampling) else sampling
+    is_list = isinstance(each, list | tuple) and all(isinstance(one, Sampling) for one in each)
+    if not is_list or len(each) != (1 if isinstance(sampling, Sampling) else rows):
         raise ValueError(f"sampling must be a Sampling, or a list of {rows}, one a row; it is {sampling!r:.200}")
     transforms = tuple(dict.fromkeys(one.transform for one in each if one.transform is not None))
     values = {name: np.array([[getattr(one, name)] for one in each], np.float32) for name in NUMBERS}
     values["transform"] = np.array([[transforms.index(one.transform) if one.transform else -1] for one in each], np.int32)
     if any(one.logit_bias or one.banned for one in each):
-        values["bias"] = np.stack([_bias(one, vocab) for one in each])
+        values["bias"] = np.stack([_bias(one, vocab, eos) for one in each])
     neutral = Sampling(temperature=0.0)
     used = {name for name in NUMBERS if any(getattr(one, name) != getattr(neutral, name) for one in each)}
     # A greedy row takes the largest logit, which no narrowing removes and no temperature moves.
@@ -115,7 +119,7 @@ def compile_sampling(sampling: Sampling | Sequence[Sampling], rows: int, vocab: 
     return Methods(frozenset(used | ({"bias"} & values.keys())), transforms), values
 
 
-def _bias(one: Sampling, vocab: int) -> np.ndarray:
+def _bias(one: Sampling, vocab: int, eos: tuple[int, ...]) -> np.ndarray:
     bias = np.zeros(vocab, np.float32)
     for name, ids in (("logit_bias", [i for i, _ in one.logit_bias]), ("banned", one.banned)):
         for i in ids:
@@ -126,6 +130,8 @@ def _bias(one: Sampling, vocab: int) -> np.ndarray:
     bias[list(one.banned)] = -np.inf
     if not np.isfinite(bias).any():
         raise ValueError("every token is banned")
+    if one.min_new_tokens and not np.isfinite(np.delete(bias, list(eos))).any():
+        raise ValueError(f"every token but those of eos={eos} is banned, and min_new_tokens={one.min_new_tokens} bans those")
     return bias
 
 
@@ -160,7 +166,8 @@ def shape(logits: jax.Array, methods: Methods, values: dict, history: History | 
     if methods.greedy:
         return logits
     greedy = values["temperature"] == 0
-    drawn = narrow(logits / jnp.where(greedy, 1.0, values["temperature"]), methods, values)
+    below_best = logits - logits.max(-1, keepdims=True)  # so that a tiny temperature overflows towards −inf only
+    drawn = narrow(below_best / jnp.where(greedy, 1.0, values["temperature"]), methods, values)
     best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1)[:, None]
     return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), drawn)
 

@@ -55,6 +55,7 @@ def stream(
     for text in stop:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
+    model.check(params, cfg)
     ends = ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos
     plan, arguments = prepare(
         prompts,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
-from jaxformer.nn import norm, position, rope
+from jaxformer.nn import norm, position
 from jaxformer.nn.dense import dense, dropout
 from jaxformer.nn.mask import Places, arange, visible
 from jaxformer.nn.named import named
@@ -121,15 +121,12 @@ def grouped_apply(
     crossing = memory is not None
     if memory is None:
         memory = key_value(params, x_BTD, cfg, places)
-        late = rope.late(cfg)
         if site == "heads":
             q_BKGTH = encode(q_BKGTH, places.position, cfg)
-            memory = memory if late else (encode(memory[0], places.position, cfg), *memory[1:])
+            memory = (encode(memory[0], places.position, cfg), *memory[1:])
         if extend is not None:
             kept, key_places = extend({"key": memory[0], "value": memory[1]})
             memory = kept["key"], kept["value"], key_places
-        if late:
-            memory = (rope.apply({}, memory[0], memory[2].position, cfg, end=places.position), *memory[1:])
     k_BKSH, v_BKSH, key_places = memory
     mask_BTS = visible(places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window)
 

@@ -38,14 +38,12 @@ def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, Places]:
 def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
+    if segments is not None and cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic":
+        raise ValueError("segments cannot be combined with rope_scaling of kind 'dynamic', which goes by the length of a row")
     if segments is not None:
         segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
         segments = _within(f"{name}segments", segments, 2**31, "the range of 32 bits", low=-(2**31))
-    if valid is not None:
-        valid = jnp.asarray(valid)
-        if valid.dtype != bool:
-            raise ValueError(f"{name}valid must be boolean (True for a real token), not {valid.dtype}")
-        valid = _shaped(f"{name}valid", valid, shape)
+    valid = None if valid is None else validity(name, valid, shape)
     places = jnp.arange(length, dtype=jnp.int32)[None]
     # Padding takes no place in a window: order counts what is valid, with and without a cache.
     order = places if valid is None else jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
@@ -59,6 +57,14 @@ def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, 
         what = f"the learned table of max_length={limit} rows" if learned else "the range of positions"
         positions = _within(f"{name}positions", positions, limit, what)
     return Places(order, positions, segments, valid)
+
+
+def validity(name: str, valid, shape: tuple[int, int]) -> jax.Array:
+    """``valid`` as a boolean array of ``shape`` [B, T], or of one row."""
+    valid = jnp.asarray(valid)
+    if valid.dtype != bool:
+        raise ValueError(f"{name}valid must be boolean (True for a real token), not {valid.dtype}")
+    return _shaped(f"{name}valid", valid, shape)
 
 
 def table(name: str, length: int, cfg: ModelConfig) -> None:

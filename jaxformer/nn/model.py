@@ -81,7 +81,7 @@ def hidden(
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
     """
-    _check(params, cfg)
+    check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
     with _precision(cfg):
         memory = None
@@ -136,7 +136,8 @@ def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Pl
     return x_BSD, places
 
 
-def _check(params: dict, cfg: ModelConfig) -> None:
+def check(params: dict, cfg: ModelConfig) -> None:
+    """Raises ValueError with a tree diff where ``params``, stacked or not, are not those of the config."""
     decoder = params.get("decoder") if isinstance(params, dict) else None
     unstacked = isinstance(decoder, dict) and isinstance(decoder.get("layers"), dict) and stack.is_unstacked(decoder["layers"])
     specs.check(params, _unstacked_spec(cfg) if unstacked else spec(cfg), cfg)

@@ -8,10 +8,11 @@
 Positions, frequencies, angles, sines and cosines are float32 in a model of any dtype: bfloat16 cannot tell 256 from 257.
 """
 
-import math
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
@@ -32,11 +33,6 @@ def site(cfg: ModelConfig) -> str:
 def apply(params: dict, x, *args) -> jax.Array:
     """``apply(params, x, positions, cfg)``, or ``apply(params, (q_positions, k_positions), cfg)`` for a score bias."""
     return resolve("position", args[-1].position).apply(params, x, *args)
-
-
-def remembered(cfg: ModelConfig) -> bool:
-    """Whether a cache keeps the positions of keys, besides the keys."""
-    return site(cfg) == "scores" or rope.late(cfg)
 
 
 def angles(positions: jax.Array, width: int, theta: float) -> jax.Array:
@@ -85,11 +81,28 @@ def buckets(distance: jax.Array, cfg: ModelConfig) -> jax.Array:
     number = cfg.relative_buckets if cfg.causal else cfg.relative_buckets // 2
     ahead = 0 if cfg.causal else number * (distance > 0)
     far = jnp.maximum(-distance, 0) if cfg.causal else jnp.abs(distance)
+    beyond = jnp.searchsorted(jnp.asarray(_edges(number, cfg.relative_distance)), far, side="right")
+    return ahead + jnp.where(far < number // 2, far, number // 2 + beyond)
+
+
+@functools.cache
+def _edges(number: int, distance: int) -> np.ndarray:
+    """The distances at which the logarithmic buckets after the first begin: where log(d/e) / log(distance/e) reaches k/m, for
+    e exact and m other buckets. In integers, d^m >= e^(m−k)·distance^k: floats would put some of them on the wrong side."""
     exact = number // 2
-    # float32, in this order, as the published models compute it: a distance at a bucket's edge must not change sides
-    growth = jnp.log(jnp.maximum(far, 1).astype(jnp.float32) / exact) / math.log(cfg.relative_distance / exact)
-    logarithmic = exact + (growth * (number - exact)).astype(jnp.int32)
-    return ahead + jnp.where(far < exact, far, jnp.minimum(logarithmic, number - 1))
+    rest = number - exact
+
+    def reached(d, k):
+        return d**rest >= exact ** (rest - k) * distance**k
+
+    edges = []
+    for k in range(1, rest):
+        low, high = exact, distance
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reached(middle, k) else (middle + 1, high)
+        edges.append(low)
+    return np.array(edges, np.int32)
 
 
 def _relative_spec(cfg):

@@ -9,23 +9,27 @@ import numpy as np
 from jaxformer.config import ModelConfig, RopeScaling
 
 
-def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig, end: jax.Array | None = None) -> jax.Array:
-    """Queries [B, K, G, T, H] or keys [B, K, S, H], rotated to their positions. end [B, T]: positions that the sequence ends
-    with, where they are not the last of ``positions_BT`` (only the scaling kind "dynamic" asks)."""
-    angle = angles(positions_BT, x.shape[-1], cfg, positions_BT if end is None else end)
+def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Queries [B, K, G, T, H] or keys [B, K, S, H], rotated to their positions."""
+    angle = angles(positions_BT, x.shape[-1], cfg)
     between = tuple(range(1, x.ndim - 2))  # the head axes of [B, K, (G,) T, H]
     return rotate(x, jnp.expand_dims(angle, between), cfg.rope_layout, attention_factor(cfg))
 
 
-def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig, end: jax.Array) -> jax.Array:
+def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig) -> jax.Array:
     """Position times frequency, [B, T, width/2]."""
-    frequency = frequencies(cfg, width, end.max(axis=1, keepdims=True) + 1)
+    frequency = frequencies(cfg, width, positions_BT.max(axis=1, keepdims=True) + 1)
     return positions_BT.astype(jnp.float32)[..., None] * frequency
 
 
-def late(cfg: ModelConfig) -> bool:
-    """Whether keys are rotated when they are read, because what they are rotated by changes as the sequence grows."""
-    return cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic"
+def check_cache(cfg: ModelConfig, length: int) -> None:
+    """Raises ValueError where a cache of ``length`` tokens could not hold what the forward of the whole sequence computes."""
+    original = cfg.rope_scaling.original_length
+    if cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic" and original is not None and length > original:
+        raise ValueError(
+            f"with rope_scaling of kind 'dynamic', every key changes as a sequence grows past original_length={original}: "
+            f"a cache cannot hold {length} tokens. Use forward without a cache, or kind 'yarn'"
+        )
 
 
 def rotate(x: jax.Array, angle: jax.Array, layout: str, factor: float = 1.0) -> jax.Array:
