@@ -14,11 +14,11 @@ from jaxformer.config import ModelConfig, RopeScaling
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
-from jaxformer.decode.generate import generate
+from jaxformer.decode.generate import Generated, generate
 from jaxformer.decode.loop import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
-from jaxformer.decode.stream import stream
+from jaxformer.decode.stream import Piece, stream
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.named import capture, listen, named
@@ -33,9 +33,11 @@ __all__ = [
     "Config",
     "DataConfig",
     "DraftModel",
+    "Generated",
     "ModelConfig",
     "OptimConfig",
     "Param",
+    "Piece",
     "PromptLookup",
     "RopeScaling",
     "Sampling",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,58 +12,13 @@ import jax.numpy as jnp
 
 from jaxformer.component import name_of, resolve
 from jaxformer.record import Strict, within
+from jaxformer.scaling import RopeScaling
 
 COMPONENTS = ("attention", "mlp", "norm", "position")
 
 
 class Derived(int):
     """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
-
-
-@dataclass(frozen=True)
-class RopeScaling(Strict):
-    """How rotary frequencies change for sequences longer than a model was first trained on (``nn.position.frequencies``)."""
-
-    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
-    """linear: positions divided (Chen et al. 2023); dynamic: the base grows with the length; llama3: low frequencies are
-    divided; yarn: low frequencies are divided and scores sharpened (Peng et al. 2023); none: nothing changes."""
-    factor: float = 1.0
-    """How many times longer."""
-    original_length: int | None = None
-    """Positions of the first training; dynamic, llama3 and yarn need it."""
-    low_frequency: float = 1.0
-    """llama3: frequencies with fewer turns than this in the original length are divided by the factor."""
-    high_frequency: float = 4.0
-    """llama3: frequencies with more turns are kept."""
-    beta_fast: float = 32.0
-    """yarn: pairs with more turns in the original length are kept."""
-    beta_slow: float = 1.0
-    """yarn: pairs with fewer turns are divided by the factor."""
-    truncate: bool = True
-    """yarn: round the pairs between which it blends outwards to whole numbers."""
-    attention_factor: float | None = None
-    """yarn: multiplies queries and keys; 0.1·ln(factor) + 1 unless given."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive = (
-            "factor",
-            "original_length",
-            "low_frequency",
-            "high_frequency",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-        )
-        within(self, 0, math.inf, *positive, open_low=True, prefix="rope_scaling.")
-        if self.kind == "none" and self.factor != 1.0:
-            raise ValueError(f"rope_scaling.factor={self.factor} has no effect with kind 'none'")
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow={self.beta_slow} must be below beta_fast={self.beta_fast}")
-        if self.kind not in ("none", "linear") and self.original_length is None:
-            raise ValueError(f"rope_scaling of kind {self.kind!r} needs original_length")
-        if self.low_frequency >= self.high_frequency:
-            raise ValueError(f"low_frequency={self.low_frequency} must be below high_frequency={self.high_frequency}")
 
 
 @dataclass(frozen=True)
@@ -251,9 +207,8 @@ class ModelConfig(Strict):
         if self.encoder_layers:
             try:
                 _ = self.encoder
-            except ValueError as error:
-                own = f"encoder_heads={self.encoder_heads}, encoder_d_ff={self.encoder_d_ff}"
-                raise ValueError(f"the encoder ({own}): {error}") from error
+            except ValueError as error:  # its n_heads is our encoder_heads
+                raise ValueError("of the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
         elif self.encoder_heads is not None or self.encoder_d_ff is not None:
             raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
 

@@ -5,6 +5,7 @@ gives JSON lines. An encoder–decoder translates what it is given.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import sys
@@ -80,7 +81,8 @@ class Writer:
         self.options = options
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
-        self._asked = 0
+        self.asked = 0
+        """Prompts so far: what is drawn for the next depends on it."""
         if self._beams and (options.sampling != DEFAULT or options.stop):
             raise ValueError("beam search draws nothing and knows no --stop; give --num-beams 0 for options of sampling")
         if self._beams and options.n > self._beams:
@@ -98,8 +100,8 @@ class Writer:
         if self._beams:
             yield from self._searched(None if given else ids, given)
             return
-        self._asked += 1  # the next prompt draws anew
-        key = jax.random.fold_in(jax.random.key(options.seed), self._asked)
+        key = jax.random.fold_in(jax.random.key(options.seed), self.asked)
+        self.asked += len(prompts)  # the next prompts draw anew
         for piece in stream(
             self._params,
             None if given else ids,
@@ -121,6 +123,11 @@ class Writer:
             one: dict[str, Any] = found[row // self.options.n][row % self.options.n]
             one.update(text=one["text"] + text, finish=finish, tokens=one["tokens"] + tokens)
         return found
+
+    def settings(self) -> str:
+        """A short hash of all that outputs depend on, besides the prompt: the run and the options."""
+        options = dataclasses.replace(self.options, run=self.options.run.resolve(), file=None, out=None)
+        return hashlib.sha256(repr(options).encode()).hexdigest()[:12]
 
     def _encode(self, text: str) -> list[int]:
         ids = self.tok.encode(text)
@@ -184,7 +191,9 @@ def write_all(writer: Writer) -> None:
 
     options = writer.options
     assert options.file is not None
-    prompts = options.file.read_text(encoding="utf-8").splitlines()
+    prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
+    if not any(prompts):
+        raise ValueError(f"{options.file} is empty: it needs a prompt a line")
     if not prompts:
         raise ValueError(f"{options.file} is empty: it needs a prompt a line")
     for number, prompt in enumerate(prompts, start=1):
@@ -192,7 +201,9 @@ def write_all(writer: Writer) -> None:
             writer.tok.encode(prompt)  # what cannot be had is said now, not after an hour
         except ValueError as error:
             raise ValueError(f"{options.file}, line {number}: {error}") from error
-    done = _written(options.out, prompts)
+    settings = writer.settings()
+    done = _written(options.out, prompts, settings)
+    writer.asked = done
     # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
     starts = range(done, len(prompts), options.batch_size)
     began, tokens = time.perf_counter(), 0
@@ -204,7 +215,8 @@ def write_all(writer: Writer) -> None:
         for start in track(starts, "prompts", console=console, transient=True):
             batch = prompts[start : start + options.batch_size]
             for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
-                out.write(json.dumps({"prompt": prompt, "outputs": outputs}, ensure_ascii=False) + "\n")
+                line = {"prompt": prompt, "outputs": outputs, "settings": settings}
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
                 tokens += sum(one["tokens"] for one in outputs)
             out.flush()
     finally:
@@ -215,22 +227,26 @@ def write_all(writer: Writer) -> None:
     console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
 
 
-def _written(out: Path | None, prompts: list[str]) -> int:
+def _written(out: Path | None, prompts: list[str], settings: str) -> int:
     """How many of the prompts are in ``out`` already; a last line that broke off is taken away."""
     if out is None or not out.exists():
         return 0
-    text = out.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    for number, line in enumerate(whole.splitlines()):
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.split(b"\n")[:-1]
+    for number, line in enumerate(lines):
         try:
-            found = json.loads(line)["prompt"]
+            found = json.loads(line)
+            known, with_ = found["prompt"], found["settings"]
         except (ValueError, KeyError, TypeError):
-            found = None
-        if number >= len(prompts) or found != prompts[number]:
+            known = with_ = None
+        if number >= len(prompts) or known != prompts[number]:
             raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
-    if whole != text:
-        out.write_text(whole, encoding="utf-8")
-    return len(whole.splitlines())
+        if with_ != settings:
+            raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
+    if whole != content:
+        out.write_bytes(whole)
+    return len(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -254,7 +270,7 @@ def main(arguments: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -110,6 +110,9 @@ def test_a_file_of_prompts_gives_json_lines_and_is_gone_on_with(which, request, 
 def test_outputs_of_other_prompts_are_not_overwritten(decoder, tmp_path):
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("one\ntwo\n")
+    sample.main([str(decoder[0]), "--file", str(file), "--out", str(out), "--max-new-tokens", "3"])
+    with pytest.raises(ValueError, match="other options"):
+        sample.main([str(decoder[0]), "--file", str(file), "--out", str(out), "--max-new-tokens", "4"])
     out.write_text('{"prompt": "something else"}\n')
     with pytest.raises(ValueError, match="line 1, is not of the prompts"):
         sample.main([str(decoder[0]), "--file", str(file), "--out", str(out)])

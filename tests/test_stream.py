@@ -78,6 +78,8 @@ def test_a_first_space_depends_on_what_stands_before():
         (["\n\n", "}"], ["a}\n\nb"], [("a", True)]),  # the earliest, not the first of the list
         (["aab"], ["aa", "ab"], [("", False), ("a", True)]),
         ([], ["x"], [("x", False)]),
+        (["abcd", "bc"], ["abc", "d"], [("", False), ("", True)]),  # the one that begins first, however the text is cut
+        (["abcd", "bc"], ["abc", "x"], [("", False), ("a", True)]),
     ],
 )
 def test_stop_strings(stops, feeds, given):
@@ -150,8 +152,11 @@ def test_end_tokens_end_a_row_and_are_no_text():
 
 def test_wrong_input_is_refused_before_the_first_piece():
     cfg, params, made = model()
-    with pytest.raises(ValueError, match="stop"):
-        jf.stream(params, [[5]], cfg, made, max_new_tokens=3, stop=[""])
+    for stop in ([""], "END"):
+        with pytest.raises(ValueError, match="stop"):
+            jf.stream(params, [[5]], cfg, made, max_new_tokens=3, stop=stop)
+    with pytest.raises(ValueError, match="block=0"):
+        jf.stream(params, [[5]], cfg, made, max_new_tokens=3, block=0)
     with pytest.raises(ValueError, match="sampling needs key"):
         jf.stream(params, [[5]], cfg, made, max_new_tokens=3, sampling=jf.Sampling())
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -102,7 +102,7 @@ def beam_search(
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
     if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty} must be a finite number")
+        raise ValueError(f"length_penalty={length_penalty!r} must be a finite number")
     model.check(params, cfg)
     ids, lengths = starts.padded(prompts, valid, cfg, source)
     plan = _Plan(

@@ -28,8 +28,12 @@ class Cache:
     layers: tuple[dict[str, Any], ...]
     used: Any
     """int32 [B]: tokens of each row so far."""
+    reach: Any
+    """int32 [B]: the most that ``used`` has been: slots of a ring may hold tokens up to there."""
     length: int = struct.field(pytree_node=False)
     """Tokens that a row may have."""
+    ahead: int | None = struct.field(pytree_node=False)
+    """Tokens that ``rewind`` may take back; None, without rings: all."""
 
     def advance(self, shape: tuple[int, int], cfg: ModelConfig, positions, valid) -> tuple[Places, "Cache"]:
         """Places of a chunk [B, T] that comes next, and the cache that counts it (its layers are still to be written).
@@ -39,6 +43,7 @@ class Cache:
         batch, length = shape
         if batch != len(self.used):
             raise ValueError(f"tokens have {batch} rows, the cache has {len(self.used)}")
+        self._check(cfg)
         if positions is not None and cfg.rope_scaling.kind == "dynamic":
             raise ValueError(
                 "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which goes by the length"
@@ -54,7 +59,18 @@ class Cache:
             raise ValueError(f"{int(fed[row].sum())} tokens do not fit: {left} (row {row})")
         order = self.used[:, None] + jnp.cumsum(fed, axis=1, dtype=jnp.int32) - 1
         chunk = inputs.places("", shape, cfg, jnp.maximum(order, 0) if positions is None else positions)
-        return Places(order, chunk.position, None, None if valid is None else fed), dataclasses.replace(self, used=used)
+        return Places(order, chunk.position, None, None if valid is None else fed), dataclasses.replace(
+            self, used=used, reach=jnp.maximum(self.reach, used)
+        )
+
+    def _check(self, cfg: ModelConfig) -> None:
+        """Raises ValueError for a cache that was made for another config."""
+        made = specs.abstract(spec(cfg, len(self.used), self.length, ahead=self.ahead or 0), cfg)
+        ours, theirs = ([{n: e.shape for n, e in layer.items() if n not in SOURCE} for layer in c.layers] for c in (self, made))
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+            shapes = [layers[at] if at < len(layers) else "nothing" for layers in (ours, theirs)]
+            raise ValueError(f"the cache was made for another config: in layer {at} it has {shapes[0]}, not {shapes[1]}")
 
     def writer(self, index: int, layer: ModelConfig, places: Places) -> "Writer":
         """For layer ``index``, of config ``layer``, and the chunk that was counted last, at ``places``."""
@@ -67,11 +83,15 @@ class Cache:
     def rewind(self, used: jax.Array) -> "Cache":
         """Forgets all but each row's first ``used`` [B] tokens; with windows, no more than the ``ahead`` of ``init_cache``.
 
-        Raises ValueError, where the numbers are known, for rows that would gain tokens.
+        A row that would gain tokens, or lose more than it may, is a ValueError where the numbers are known; else all that it
+        gives from then on is NaN.
         """
-        if not any(isinstance(x, jax.core.Tracer) for x in (used, self.used)) and bool(((used < 0) | (used > self.used)).any()):
-            raise ValueError(f"rewind to {used} tokens: the rows have {self.used}")
-        return dataclasses.replace(self, used=used)
+        used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), self.used.shape)
+        least = jnp.zeros_like(used) if self.ahead is None else jnp.maximum(self.reach - self.ahead, 0)
+        wrong = (used < least) | (used > self.used)
+        if not isinstance(wrong, jax.core.Tracer) and bool(wrong.any()):
+            raise ValueError(f"rewind to {used} tokens: the rows have {self.used}, and must keep {least}")
+        return dataclasses.replace(self, used=jnp.where(wrong, self.length + 1, used))
 
     def take(self, rows: jax.Array, source: bool = True) -> "Cache":
         """The cache of ``rows`` [any number], each a row of this one. source=False leaves the source's entries as they are,
@@ -80,7 +100,7 @@ class Cache:
             {name: jax.tree.map(lambda x: x[rows], e) if source or name not in SOURCE else e for name, e in layer.items()}
             for layer in self.layers
         )
-        return Cache(layers, self.used[rows], self.length)
+        return dataclasses.replace(self, layers=layers, used=self.used[rows], reach=self.reach[rows])
 
 
 class Writer:
@@ -128,7 +148,7 @@ class Writer:
         old = _ring_order(self._used - fed.sum(1, dtype=jnp.int32), self._slots)
         order = jnp.concatenate([old, chunk.order], axis=1)
         kept = {
-            name: jnp.concatenate([before[name].astype(stored[name].dtype), _rows(stored[name], old)], axis)
+            name: jnp.concatenate([before[name], _rows(stored[name], old).astype(before[name].dtype)], axis)
             for name, axis in self._axes.items()
         }
         return kept, order, jnp.concatenate([old >= 0, fed], axis=1)
@@ -192,11 +212,14 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
         sizes = (*param.sizes, ("B", batch), ("S", slots))
         return dataclasses.replace(param, sizes=sizes, dtype=param.dtype or dtype, decay=False)
 
-    layers = []
-    for layer in cfg.layers:
-        slots = min(max_len, layer.window + ahead) if isinstance(layer.window, int) else max_len
-        layers.append({name: sized(param, slots) for name, param in layer_spec(layer).items()})
-    return Cache(tuple(layers), sized(Param("B", zeros, dtype="int32"), max_len), max_len)
+    windows = [layer.window if isinstance(layer.window, int) else max_len for layer in cfg.layers]
+    slots = [min(max_len, window + ahead) for window in windows]
+    layers = [
+        {name: sized(param, number) for name, param in layer_spec(layer).items()}
+        for layer, number in zip(cfg.layers, slots, strict=True)
+    ]
+    count = sized(Param("B", zeros, dtype="int32"), max_len)
+    return Cache(tuple(layers), count, count, max_len, ahead if min(slots) < max_len else None)
 
 
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:

@@ -58,10 +58,10 @@ def generate(
 
     An encoder–decoder reads ``source`` [B, S] (``source_valid`` [B, S]); its prompts may be None: ``cfg.start_token`` then
     begins every row. sampling: for all rows, or one a row. key: needed unless all of it is greedy; each row draws from
-    its own key, whatever the other rows are. eos: ids that end a row, which then emits ``pad``. num_return: outputs for
-    each prompt, which is read once. top_logprobs: how many of the most probable tokens to report. prefill_chunk: prompt
-    tokens read at a time. draft: speculative decoding, by a smaller model or by looking up in the text; the output is the
-    same (greedy), or of the same distribution (sampled), only sooner.
+    its own key, whatever the other rows are. eos: ids that end a row (none unless given), which then emits ``pad``.
+    num_return: outputs for each prompt, which is read once. top_logprobs: how many of the most probable tokens to report.
+    prefill_chunk: prompt tokens read at a time. draft: speculative decoding, by a smaller model or by looking up in the text;
+    the output is the same (greedy), or of the same distribution (sampled), only sooner.
 
     Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are taken
     apart at every call; ``jf.model.unstack(params, cfg)`` does that once for many.

@@ -21,7 +21,8 @@ PROGRAMS: list[Any] = []
 
 def compilations() -> int:
     """How many programs decoding has compiled in this process: one for each size of batch, prompt and cache (the sizes are
-    few, ``prompts.bucket``) and each set of methods of sampling, however many prompts there were."""
+    few, ``prompts.bucket``), each set of methods of sampling, and each value of the other options (``max_new_tokens``, ``eos``,
+    ``num_return``, ...), however many prompts there were."""
     return sum(program._cache_size() for program in PROGRAMS)
 
 
@@ -134,17 +135,25 @@ def emit(params, last_BD, state: State, values, plan: Plan) -> tuple[State, Emit
     chosen = sampling.choose(shaped, plan.methods, jax.vmap(jax.random.fold_in)(state.keys, state.new))
     alive = ~state.done
     token = jnp.where(alive, chosen, plan.pad)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - total
-    top_logits, top_tokens = jax.lax.top_k(logits, plan.top)
+    found = report(logits, shaped, token, plan)
     out = Emitted(
         token=token,
-        logprob=jnp.where(alive, logprob, 0.0),
+        logprob=jnp.where(alive, found.logprob, 0.0),
         alive=alive,
-        top_tokens=jnp.where(alive[:, None], top_tokens, plan.pad),
-        top_logprobs=jnp.where(alive[:, None], top_logits - total[:, None], 0.0),
+        top_tokens=jnp.where(alive[:, None], found.top_tokens, plan.pad),
+        top_logprobs=jnp.where(alive[:, None], found.top_logprobs, 0.0),
     )
     return advance(state, token, plan), out
+
+
+def report(logits, shaped, token, plan: Plan) -> Emitted:
+    """What is told of ``token`` [...], chosen by ``shaped`` of the model's ``logits`` [..., V]. Where no token could be chosen
+    (all are −inf or NaN), its log-probability is NaN."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    logprob = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0] - total
+    logprob = jnp.where(jnp.isfinite(shaped.max(-1)), logprob, jnp.nan)
+    top_logits, top_tokens = jax.lax.top_k(logits, plan.top)
+    return Emitted(token, logprob, jnp.ones(token.shape, bool), top_tokens, top_logits - total[..., None])
 
 
 def advance(state: State, token, plan: Plan) -> State:

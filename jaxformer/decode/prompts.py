@@ -29,6 +29,8 @@ def padded(prompts: Any, valid: Any, cfg: ModelConfig, source: Any) -> tuple[np.
     if any(isinstance(x, jax.core.Tracer) for x in (prompts, valid, source)):
         raise ValueError("generation looks at its prompts, and compiles itself: call it outside jit (inside, use forward)")
     if prompts is None:
+        if valid is not None:
+            raise ValueError("valid goes with prompts, which are None")
         if cfg.start_token is None or source is None:
             raise ValueError("prompts may be None only for an encoder–decoder with a start_token, given source=")
         prompts, valid = np.full((len(source), 1), cfg.start_token), None
@@ -91,7 +93,7 @@ def positive(name: str, number: Any) -> None:
 
 def ends(eos: int | Sequence[int], pad: int, cfg: ModelConfig) -> tuple[int, ...]:
     """The ids that end a row, checked together with ``pad``."""
-    ids = np.atleast_1d(np.asarray(() if eos is None else eos))
+    ids = np.atleast_1d(np.asarray(eos)) if not isinstance(eos, tuple | list) or eos else np.zeros(0, int)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"eos={eos!r} must be one id or several")
     if isinstance(pad, bool) or not isinstance(pad, int | np.integer):

@@ -166,8 +166,11 @@ def shape(logits: jax.Array, methods: Methods, values: dict, history: History | 
     if methods.greedy:
         return logits
     greedy = values["temperature"] == 0
-    below_best = logits - logits.max(-1, keepdims=True)  # so that a tiny temperature overflows towards −inf only
-    drawn = narrow(below_best / jnp.where(greedy, 1.0, values["temperature"]), methods, values)
+    temperature = jnp.where(greedy, 1.0, values["temperature"])
+    best_logit = logits.max(-1, keepdims=True)
+    # A tiny temperature may overflow, but towards −inf only.
+    offset = jnp.where(jnp.isfinite(best_logit / temperature), 0.0, best_logit)
+    drawn = narrow((logits - offset) / temperature, methods, values)
     best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1)[:, None]
     return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), drawn)
 

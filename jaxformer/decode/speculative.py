@@ -117,7 +117,7 @@ def _round(params, draft_params, carry: _Round, values, plan: Plan, guessing: Gu
     right, last = _judge(shaped_p, shaped_q, guesses, keys, plan)
     chosen = jnp.where(jnp.arange(guessing.ahead + 1) < right[:, None], jnp.pad(guesses, ((0, 0), (0, 1))), last[:, None])
     count = _count(chosen, right, state, plan)
-    out = _put(carry.out, _report(logits, chosen, plan), state.new, count)
+    out = _put(carry.out, loop.report(logits, jnp.swapaxes(shaped_p, 0, 1), chosen, plan), state.new, count)
     new_state = _settle(state, cache, chosen, count, plan)
     offered = jnp.where(state.done, 0, jnp.minimum(offered, plan.max_new_tokens - state.new))
     return _Round(
@@ -234,14 +234,6 @@ def _settle(state: State, cache: Cache, chosen, count, plan: Plan) -> State:
         parts = {name: getattr(advanced, name) for name in ("token", "done", "new", "history")}
         state = dataclasses.replace(state, **{n: jax.tree.map(keep, part, getattr(state, n)) for n, part in parts.items()})
     return dataclasses.replace(state, cache=cache.rewind(cache.used - jnp.where(count > 0, chosen.shape[1] - count, 0)))
-
-
-def _report(logits, chosen, plan: Plan) -> Emitted:
-    """What is reported of the chosen tokens, [B, T, …]."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    top_logits, top_tokens = jax.lax.top_k(logits, plan.top)
-    logprob = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - total
-    return Emitted(chosen, logprob, jnp.ones(chosen.shape, bool), top_tokens, top_logits - total[..., None])
 
 
 def _put(out: Emitted, new: Emitted, start, count) -> Emitted:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
+from jaxformer.decode import prompts as starts
 from jaxformer.decode.generate import prepare
 from jaxformer.decode.sampling import GREEDY, Sampling
 from jaxformer.nn import model, stack
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
     finish: str = ""
     """Why the row has ended, in its last piece: "eos", "stop" or "length"."""
     tokens: tuple[int, ...] = ()
-    """The tokens that came since the row's last piece; those of a stop string and of an end too."""
+    """The tokens that came since the row's last piece; those of a stop string, whole, and of an end too."""
 
 
 def stream(
@@ -46,12 +47,15 @@ def stream(
     cache_dtype: Any = None,
     block: int = 4,
 ) -> Iterator[Piece]:
-    """Yields the text of ``generate``, whose arguments these are, in ``Piece``s as it comes; row r·num_return + n is the n-th
-    of prompt r. tok: the tokenizer that decodes. stop: texts that end a row where one appears, without it. eos: the tokenizer's
-    unless given. block: tokens between two looks at what has come.
+    """Yields the text of ``generate``, with whose arguments it goes, in ``Piece``s as it comes; row r·num_return + n is the
+    n-th of prompt r. tok: the tokenizer that decodes. stop: texts that end a row where one appears, without it. eos: the
+    tokenizer's unless given. block: tokens between two looks at what has come.
 
     Everything wrong is refused before the first piece is asked for.
     """
+    starts.positive("block", block)
+    if isinstance(stop, str):
+        raise ValueError(f"stop={stop!r} must be a list of strings, such as [{stop!r}]")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
@@ -88,6 +92,10 @@ def _stream(params, plan: loop.Plan, arguments: tuple, rows: list["_Row"], block
     values, ended = arguments[3], np.zeros(len(rows), bool)
     while not ended.all():
         tokens, alive, done = (np.asarray(x) for x in (emitted.token, emitted.alive, state.done))
+        if np.isnan(np.asarray(emitted.logprob)).any():
+            raise FloatingPointError(
+                "the model, or what was done to its logits, leaves no token to choose: they are NaN or −inf"
+            )
         if not (done | ended).all():  # computed while the text of the last block is put together
             state, emitted = _block(params, state, values, ended.copy(), plan=plan, steps=block)
         for number, row in enumerate(rows):
@@ -106,11 +114,15 @@ class _Row:
         self._tokens: list[int] = []
 
     def feed(self, number: int, new: list[int], done: bool, eos: tuple[int, ...]) -> Piece:
-        self._tokens += new
-        ended = bool(new) and new[-1] in eos
-        text = self._decoder.add(new[:-1] if ended else new, last=done)
-        text, stopped = self._stop.feed(text, last=done)
-        finish = "stop" if stopped else "eos" if ended else "length" if done else ""
+        text, finish = "", ""
+        for at, token in enumerate(new):
+            last = done and at == len(new) - 1
+            self._tokens.append(token)
+            more, stopped = self._stop.feed(self._decoder.add([] if token in eos else [token], last=last), last=last)
+            text += more
+            if stopped or last:
+                finish = "stop" if stopped else "eos" if token in eos else "length"
+                break
         tokens = tuple(self._tokens)
         if text or finish:
             self._tokens = []
@@ -137,7 +149,8 @@ loop.PROGRAMS += [_unstack, _start, _block]
 
 
 class Decoder:
-    """Tokens to text, one after another: what is given out is never taken back, and joined it is the whole text.
+    """Tokens to text, one after another: what is given out is never taken back, and joined it is the whole text. An id that
+    the tokenizer does not have (models may have more than it) is U+FFFD.
 
     before: tokens that stand before the text; a first word's space, or the rest of a character, depends on them.
     """
@@ -148,6 +161,9 @@ class Decoder:
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that is now certain; with ``last``, all of it."""
+        if any(token >= self._tok.vocab_size for token in tokens):
+            pieces = [self._whole(token) if token >= self._tok.vocab_size else self.add([token]) for token in tokens]
+            return "".join(pieces)
         self._ids += tokens
         known = self._tok.decode(self._ids[self._start : self._given])
         text = self._tok.decode(self._ids[self._start :])
@@ -158,9 +174,14 @@ class Decoder:
             self._start, self._given = self._given, len(self._ids)
         return new
 
+    def _whole(self, token: int) -> str:
+        text = self.add([], last=True)
+        self._ids, self._start, self._given = [], 0, 0
+        return text + _UNFINISHED
+
 
 class Stop:
-    """Holds back what may be the beginning of a stop string."""
+    """Holds back what may be the beginning of a stop string. Of several in a text, the one that begins first counts."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = tuple(stops), ""
@@ -168,11 +189,11 @@ class Stop:
     def feed(self, text: str, last: bool = False) -> tuple[str, bool]:
         """The text that no stop string can begin in, and whether one has appeared (the text then ends before it)."""
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)], True
+        found = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=len(text) + 1)
         keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        if found <= len(text) - keep:  # else a longer one may have begun before it
+            self._held = ""
+            return text[:found], True
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
