@@ -54,12 +54,14 @@ def bytes_of(cfg, *args, **given):
 def test_a_window_keeps_as_much_as_it_needs_however_long_the_context():
     cfg = jf.presets.mistral_7b(dtype="bfloat16")  # 32 layers of 8 heads of 128, windows of 4,096
     token = 32 * 2 * 8 * 128 * 2
-    assert bytes_of(cfg, 3, 1_000_000) == bytes_of(cfg, 3, 4097) == 3 * (4096 * token + 4)  # 4: how many tokens so far
-    assert bytes_of(cfg, 1, 1_000_000, ahead=5) == 4101 * token + 4
-    assert bytes_of(cfg, 1, 1000) == 1000 * token + 4
-    assert bytes_of(dataclasses.replace(cfg, window=None), 1, 1_000_000) == 1_000_000 * token + 4
+    assert (
+        bytes_of(cfg, 3, 1_000_000) == bytes_of(cfg, 3, 4097) == 3 * (4096 * token + 8)
+    )  # 8: how many tokens so far, and at most
+    assert bytes_of(cfg, 1, 1_000_000, ahead=5) == 4101 * token + 8
+    assert bytes_of(cfg, 1, 1000) == 1000 * token + 8
+    assert bytes_of(dataclasses.replace(cfg, window=None), 1, 1_000_000) == 1_000_000 * token + 8
     mixed = dataclasses.replace(cfg, window=(4096,) * 31 + (None,))
-    assert bytes_of(mixed, 1, 1_000_000) == (31 * 4096 + 1_000_000) * token // 32 + 4
+    assert bytes_of(mixed, 1, 1_000_000) == (31 * 4096 + 1_000_000) * token // 32 + 8
 
 
 # What it refuses
@@ -256,3 +258,32 @@ def test_a_cache_passes_through_jit_and_loops():
 
     _, logits = jax.jit(lambda cache: jax.lax.scan(run, cache, tokens.T))(jf.init_cache(cfg, 1, 5))
     close(np.asarray(logits)[:, 0], np.asarray(forward(params, tokens, cfg))[0])
+
+
+# What does not fit the cache
+
+
+def test_rewinding_further_than_a_ring_remembers_is_refused():
+    """Its slots hold later tokens there; inside jit, where that cannot be said, the row is NaN from then on."""
+    cfg, params = model("mistral")
+    tokens = tiny.tokens(cfg, 2, 12)
+    _, cache = forward(params, tokens[:, :10], cfg, cache=jf.init_cache(cfg, 2, 24, ahead=2))
+    cache.rewind(np.array([8, 10]))
+    for used in ([7, 10], [8, 11]):
+        with pytest.raises(ValueError, match="rewind to"):
+            cache.rewind(np.array(used))
+    _, back = forward(params, tokens[:, 8:9], cfg, cache=cache.rewind(np.array([8, 8])))
+    with pytest.raises(ValueError, match="rewind to"):
+        back.rewind(np.array([7, 9]))  # two steps back from 9, but three from 10, which the ring has seen
+    logits = jax.jit(lambda cache, used: jf.forward(params, tokens[:, 8:9], cfg, cache=cache.rewind(used))[0])(
+        cache, np.array([7, 9])
+    )
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+
+
+@pytest.mark.parametrize("change", [{"window": 8}, {"window": None}, {"n_layers": 1}, {"n_kv_heads": 4}], ids=str)
+def test_a_cache_of_another_config_is_refused(change):
+    cfg, params = model("mistral")
+    other = dataclasses.replace(cfg, **change)
+    with pytest.raises(ValueError, match="made for another config: in layer"):
+        jf.forward(tiny.drawn(other), tiny.tokens(cfg, 2, 3), other, cache=jf.init_cache(cfg, 2, 24))

@@ -32,8 +32,8 @@ class Cache:
     """int32 [B]: the most that ``used`` has been: slots of a ring may hold tokens up to there."""
     length: int = struct.field(pytree_node=False)
     """Tokens that a row may have."""
-    ahead: int | None = struct.field(pytree_node=False)
-    """Tokens that ``rewind`` may take back; None, without rings: all."""
+    ahead: int = struct.field(pytree_node=False)
+    """Tokens that ``rewind`` may take back; all, without rings."""
 
     def advance(self, shape: tuple[int, int], cfg: ModelConfig, positions, valid) -> tuple[Places, "Cache"]:
         """Places of a chunk [B, T] that comes next, and the cache that counts it (its layers are still to be written).
@@ -65,7 +65,7 @@ class Cache:
 
     def _check(self, cfg: ModelConfig) -> None:
         """Raises ValueError for a cache that was made for another config."""
-        made = specs.abstract(spec(cfg, len(self.used), self.length, ahead=self.ahead or 0), cfg)
+        made = specs.abstract(spec(cfg, len(self.used), self.length, ahead=self.ahead), cfg)
         ours, theirs = ([{n: e.shape for n, e in layer.items() if n not in SOURCE} for layer in c.layers] for c in (self, made))
         if ours != theirs:
             at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -87,7 +87,7 @@ class Cache:
         gives from then on is NaN.
         """
         used = jnp.broadcast_to(jnp.asarray(used, jnp.int32), self.used.shape)
-        least = jnp.zeros_like(used) if self.ahead is None else jnp.maximum(self.reach - self.ahead, 0)
+        least = jnp.maximum(self.reach - self.ahead, 0)
         wrong = (used < least) | (used > self.used)
         if not isinstance(wrong, jax.core.Tracer) and bool(wrong.any()):
             raise ValueError(f"rewind to {used} tokens: the rows have {self.used}, and must keep {least}")
@@ -219,7 +219,7 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
         for layer, number in zip(cfg.layers, slots, strict=True)
     ]
     count = sized(Param("B", zeros, dtype="int32"), max_len)
-    return Cache(tuple(layers), count, count, max_len, ahead if min(slots) < max_len else None)
+    return Cache(tuple(layers), count, count, max_len, ahead if min(slots) < max_len else max_len)
 
 
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
