@@ -16,6 +16,16 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAXFORMER_CACHE", str(CACHE / "data"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_dropped():
+    """After each file: every compiled program holds mappings of memory, of which a process may have some 65,000 only, and the
+    compiler does not survive the want of one."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For tests that compile far more than they compute: XLA without optimisation, in half the time."""

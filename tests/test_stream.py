@@ -26,10 +26,7 @@ SAMPLES = ["def f", " two  spaces", "\u00e9\u00e8", "a\U0001f600b", "\u2713\u271
 @pytest.mark.parametrize("kind", ["byte", "bpe", "char"])
 @pytest.mark.parametrize("text", SAMPLES)
 def test_pieces_joined_are_the_text_and_every_piece_is_whole(kind, text):
-    if kind == "char":
-        made = tokenizer.train("char", [TEXT, "x = 1 ", *SAMPLES])
-    else:
-        made = tok(kind)
+    made = tokenizer.train("char", [TEXT, "x = 1 ", *SAMPLES]) if kind == "char" else tok(kind)
     ids = made.encode(text)
     for before in ([], made.encode("x = 1 ")):
         decoder = Decoder(made, before)
