@@ -65,11 +65,12 @@ class ModelConfig(Strict):
     mlp: str = "gelu"
     """Feed-forward component: relu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
     norm: str = "layer"
-    """Normalisation component: layer, rms, or 'package.module:name'."""
+    """Normalisation component: layer, rms, rms_plus (its gain is 1 + the parameter), or 'package.module:name'."""
     position: str = "rope"
     """Position component: none, sinusoidal, sinusoidal_half, learned, rope, relative, or 'package.module:name'."""
-    residual: Literal["pre", "post"] = "pre"
-    """Where the norm stands: pre, x + f(norm(x)) with one final norm; post, norm(x + f(x)), as in 2017."""
+    residual: Literal["pre", "post", "parallel", "sandwich", "branch"] = "pre"
+    """Where norms stand: pre, x + f(norm(x)); post, norm(x + f(x)), as in 2017, without the final norm that all others have;
+    parallel, x + attention(norm(x)) + mlp(norm'(x)); sandwich, x + norm'(f(norm(x))); branch, x + norm(f(x))."""
 
     norm_eps: float = 1e-5
     """Epsilon inside the root of a norm."""
@@ -77,6 +78,10 @@ class ModelConfig(Strict):
     """Base of the rotary frequencies."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
+    rope_fraction: float = 1.0
+    """Share of every head's width that is rotated, from its start."""
+    rope_local_theta: float | None = None
+    """Base of the layers that have a window, whose frequencies are not scaled; rope_theta and rope_scaling unless given."""
     rope_scaling: RopeScaling = RopeScaling()
     """How the rotary frequencies are stretched (None: not at all)."""
     relative_buckets: int = 32
@@ -91,8 +96,8 @@ class ModelConfig(Strict):
     """c·tanh(scores / c) before the mask."""
     logit_softcap: float | None = None
     """c·tanh(logits / c)."""
-    qk_norm: bool = False
-    """Normalise every query and key head before RoPE."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """Normalise queries and keys before RoPE: every head by itself, or all heads of a token together. True is "head"."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     out_bias: bool = False
@@ -101,6 +106,14 @@ class ModelConfig(Strict):
     """Biases in the feed-forward."""
     tied_head: bool = False
     """The head is the transposed embedding: one array, both uses."""
+    token_types: int = 0
+    """Kinds of tokens that are told apart by an embedding of their own (token_types= of the forward)."""
+    has_head: bool = True
+    """Whether the model has logits; without, only ``jf.hidden``."""
+    head_transform: bool = False
+    """A linear map with bias, the activation of the mlp and a norm before the head."""
+    pooler: bool = False
+    """A linear map and tanh of the first token (``jf.model.pooled``)."""
     head_bias: bool = False
     """Bias on the logits."""
     scale_head: bool = False
@@ -143,6 +156,8 @@ class ModelConfig(Strict):
             set_(name, dtype_name(name, getattr(self, name)))
         for name in ("n_kv_heads", "head_dim", "d_ff"):
             set_(name, Derived(0) if getattr(self, name) is None else getattr(self, name))
+        if isinstance(self.qk_norm, bool):
+            set_("qk_norm", "head" if self.qk_norm else "none")
         if self.rope_scaling is None:
             set_("rope_scaling", RopeScaling())
         if isinstance(self.window, list):
@@ -166,10 +181,18 @@ class ModelConfig(Strict):
 
     def _check(self):
         within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
-        within(self, 0, math.inf, "encoder_layers")
+        within(self, 0, math.inf, "encoder_layers", "token_types")
         within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
         within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
-        positive = ("norm_eps", "rope_theta", "init_std", "attention_softcap", "logit_softcap", "attention_scale")
+        positive = (
+            "norm_eps",
+            "rope_theta",
+            "rope_local_theta",
+            "init_std",
+            "attention_softcap",
+            "logit_softcap",
+            "attention_scale",
+        )
         within(self, 0, math.inf, *positive, open_low=True)
         within(self, 2, math.inf, "relative_buckets", "relative_distance")
         within(self, 0, self.vocab_size, "start_token")
@@ -180,11 +203,16 @@ class ModelConfig(Strict):
         for width in self.window if isinstance(self.window, tuple) else (self.window,):
             if width is not None and width < 1:
                 raise ValueError(f"window={width} must be at least 1: a query sees itself")
-        if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd: RoPE rotates pairs")
+        if not 0 < self.rope_fraction <= 1:
+            raise ValueError(f"rope_fraction={self.rope_fraction} is outside (0, 1]")
+        if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            part = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
+            raise ValueError(f"{part}head_dim={self.head_dim} is odd: RoPE rotates pairs")
+        if self.head_transform and self.mlp not in ("relu", "gelu", "gelu_tanh"):
+            raise ValueError(f"head_transform takes its activation from the mlp: relu, gelu or gelu_tanh, not {self.mlp!r}")
         if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
-        if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.head_dim < 4:
+        if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.rotary_dim < 4:
             raise ValueError(f"head_dim={self.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
         if self.position != "rope" and self.rope_scaling.kind != "none":
             raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
@@ -211,6 +239,11 @@ class ModelConfig(Strict):
                 raise ValueError("of the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
         elif self.encoder_heads is not None or self.encoder_d_ff is not None:
             raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head's width is rotated."""
+        return int(self.head_dim * self.rope_fraction)
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -244,10 +277,15 @@ class ModelConfig(Strict):
     @functools.cached_property
     def layers(self) -> tuple["ModelConfig", ...]:
         """One config a layer: the same but for what is chosen by layer."""
-        if not isinstance(self.window, tuple):
-            return (self,) * self.n_layers
-        by_window = {w: dataclasses.replace(self, window=w) for w in set(self.window)}
-        return tuple(by_window[w] for w in self.window)
+        windows = self.window if isinstance(self.window, tuple) else (self.window,) * self.n_layers
+
+        def own(window: int | None) -> ModelConfig:
+            if window is None or self.rope_local_theta is None:
+                return dataclasses.replace(self, window=window)
+            return dataclasses.replace(self, window=window, rope_theta=self.rope_local_theta, rope_scaling=RopeScaling())
+
+        by_window = {window: own(window) for window in set(windows)}
+        return tuple(by_window[window] for window in windows)
 
 
 def dtype_name(name: str, value: Any) -> str:

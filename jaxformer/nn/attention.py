@@ -91,8 +91,9 @@ def grouped_spec(cfg: ModelConfig) -> dict:
         params |= {"query_bias": bias("KGH"), "key_bias": bias("KH"), "value_bias": bias("KH")}
     if cfg.out_bias:
         params["out_bias"] = bias("D")
-    if cfg.qk_norm:
-        params |= {"query_norm": norm.spec(cfg, "H"), "key_norm": norm.spec(cfg, "H")}
+    if cfg.qk_norm != "none":
+        query, key = ("H", "H") if cfg.qk_norm == "head" else ("KGH", "KH")
+        params |= {"query_norm": norm.spec(cfg, query), "key_norm": norm.spec(cfg, key)}
     return params
 
 
@@ -175,14 +176,26 @@ def source_key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: P
 def query(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """[B, K, G, T, H]"""
     q_BKGTH = dense("BTD,DKGH->BKGTH", x_BTD, params["query"], _over_time(params.get("query_bias")))
-    return norm.apply(params["query_norm"], q_BKGTH, cfg) if cfg.qk_norm else q_BKGTH
+    return _normed(params, "query_norm", q_BKGTH, cfg)
 
 
 def key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
     """Keys and values [B, K, S, H] of a sequence, and where they stand."""
     k_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["key"], _over_time(params.get("key_bias")))
     v_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["value"], _over_time(params.get("value_bias")))
-    return norm.apply(params["key_norm"], k_BKSH, cfg) if cfg.qk_norm else k_BKSH, v_BKSH, places
+    return _normed(params, "key_norm", k_BKSH, cfg), v_BKSH, places
+
+
+def _normed(params: dict, name: str, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Queries or keys [B, K, (G,) T, H], normalised as the config says."""
+    if cfg.qk_norm == "none":
+        return x
+    if cfg.qk_norm == "head":
+        return norm.apply(params[name], x, cfg)
+    heads_last = jnp.moveaxis(x, -2, 1)  # [B, T, K, (G,) H]
+    flat = heads_last.reshape(*heads_last.shape[:2], -1)
+    normed = norm.apply(jax.tree.map(jnp.ravel, params[name]), flat, cfg)
+    return jnp.moveaxis(normed.reshape(heads_last.shape), 1, -2)
 
 
 def _over_time(head_bias: jax.Array | None) -> jax.Array | None:

@@ -35,6 +35,18 @@ def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, Places]:
     return ids, places("source_", ids.shape, cfg, valid=valid)
 
 
+def token_types(types, shape: tuple[int, int], cfg: ModelConfig) -> jax.Array | None:
+    """Kinds of the tokens of a [B, T] batch: 0 unless given; None for a model that does not tell them apart."""
+    if not cfg.token_types:
+        if types is not None:
+            raise ValueError("token_types were given, but the model tells none apart (token_types=0)")
+        return None
+    if types is None:
+        return jnp.zeros(shape, jnp.int32)
+    types = _shaped("token_types", _integers("token_types", types), shape)
+    return _within("token_types", types, cfg.token_types, f"the {cfg.token_types} kinds")
+
+
 def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape

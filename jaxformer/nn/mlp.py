@@ -1,6 +1,7 @@
 """The position-wise feed-forward: φ(x W_up + b) W_down + b, or gated, (φ(x W_gate) · x W_up) W_down (Shazeer 2020)."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 
@@ -47,10 +48,10 @@ def choice(activation, gated: bool) -> Component:
 gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"relu": jax.nn.relu, "gelu": gelu_exact, "gelu_tanh": gelu_tanh}
+
 CHOICES = {
-    "relu": choice(jax.nn.relu, gated=False),
-    "gelu": choice(gelu_exact, gated=False),
-    "gelu_tanh": choice(gelu_tanh, gated=False),
+    **{name: choice(activation, gated=False) for name, activation in ACTIVATIONS.items()},
     "swiglu": choice(jax.nn.silu, gated=True),
     "geglu": choice(gelu_exact, gated=True),
     "geglu_tanh": choice(gelu_tanh, gated=True),

@@ -1,6 +1,7 @@
 """The forward of every transformer: embed, encode where there is an encoder, decode, head. Training, prefill and decoding
 steps all go through here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
-from jaxformer.nn import block, inputs, stack
-from jaxformer.nn.dense import child
+from jaxformer.nn import block, inputs, mlp, norm, stack
+from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import named, scope
 from jaxformer.spec import Param, bias, kernel, normal
@@ -19,12 +20,36 @@ from jaxformer.spec import Param, bias, kernel, normal
 def spec(cfg: ModelConfig) -> dict:
     """Every parameter of the model, as a tree of ``Param``, layers stacked."""
     std = cfg.d_model**-0.5 if cfg.scale_embedding else cfg.init_std
-    parts = {"embedding": {"token": Param("VD", normal(std))}}
+    parts: dict = {"embedding": {"token": Param("VD", normal(std))}}
+    if cfg.token_types:
+        parts["embedding"]["type"] = Param("PD", normal(std), sizes=(("P", cfg.token_types),))
     if cfg.encoder_layers:
         parts["encoder"] = specs.bound(stack.spec(cfg.encoder), cfg.encoder)
     parts["decoder"] = stack.spec(cfg, crossing=cfg.encoder_layers > 0)
-    head = ({} if cfg.tied_head else {"kernel": kernel(cfg, "D", "V")}) | ({"bias": bias("V")} if cfg.head_bias else {})
-    return parts | ({"head": head} if head else {})
+    if cfg.pooler:
+        parts["pooler"] = _square(cfg)
+    return parts | ({"head": head} if (head := _head_spec(cfg)) else {})
+
+
+def _head_spec(cfg: ModelConfig) -> dict:
+    if not cfg.has_head:
+        return {}
+    head: dict = {} if cfg.tied_head else {"kernel": kernel(cfg, "D", "V")}
+    if cfg.head_bias:
+        head["bias"] = bias("V")
+    if cfg.head_transform:
+        head["transform"] = _square(cfg) | {"norm": norm.spec(cfg)}
+    return head
+
+
+def _square(cfg: ModelConfig) -> dict:
+    """A map from D to D; the letter F stands for the result."""
+    sizes = (("F", cfg.d_model),)
+    own = dataclasses.replace(cfg, d_ff=cfg.d_model)
+    return {
+        "kernel": dataclasses.replace(kernel(own, "D", "F"), sizes=sizes),
+        "bias": dataclasses.replace(bias("F"), sizes=sizes),
+    }
 
 
 def unstack(params: dict, cfg: ModelConfig) -> dict:
@@ -52,6 +77,8 @@ def _init(cfg, key):
 
 def forward(params: dict, tokens, cfg: ModelConfig, *, cache=None, **given):
     """Next-token logits [B, T, V], float32. Keywords as ``hidden``'s; with a cache, the pair (logits, cache)."""
+    if not cfg.has_head:
+        raise ValueError("the model has no head (has_head=False), and so no logits: use hidden")
     out = hidden(params, tokens, cfg, cache=cache, **given)
     if cache is None:
         return head(params, out, cfg)
@@ -69,6 +96,7 @@ def hidden(
     valid=None,
     source=None,
     source_valid=None,
+    token_types=None,
     key: jax.Array | None = None,
     cache=None,
 ):
@@ -76,7 +104,8 @@ def hidden(
 
     tokens [B, T] integers. positions [B, T]: where each stands (counted from the other arguments unless given). segments
     [B, T]: packed documents, each sees only itself. valid [B, T] bool: False for padding, left or right. source [B, S] and
-    source_valid [B, S]: what an encoder–decoder reads. key: turns dropout on.
+    source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: kinds of tokens, for a model that tells them
+    apart (0 unless given). key: turns dropout on.
 
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
@@ -93,19 +122,26 @@ def hidden(
             raise ValueError("segments cannot be combined with a cache: decode each document by itself")
         else:
             places, cache = cache.advance(tokens.shape, cfg, positions, valid)
-        x_BTD = embed(params, tokens, cfg)
+        x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, tokens.shape, cfg))
         with scope("decoder"):
             return stack.apply(
                 params["decoder"], x_BTD, cfg, places=places, memory=memory, cache=cache, key=child(key, "decoder")
             )
 
 
-def embed(params: dict, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Rows of the embedding table, times sqrt(D) if the config says so: [B, T, D] in the compute dtype."""
-    table_VD = jnp.asarray(params["embedding"]["token"], cfg.dtype)
-    x_BTD = table_VD.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:
+    """Rows of the embedding table, times sqrt(D) if the config says so, plus those of their types: [B, T, D] in the compute
+    dtype."""
+
+    def rows(name, ids):
+        table = jnp.asarray(params["embedding"][name], cfg.dtype)
+        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+    x_BTD = rows("token", tokens)
     if cfg.scale_embedding:
         x_BTD = x_BTD * jnp.asarray(cfg.d_model**0.5, x_BTD.dtype)
+    if types is not None:
+        x_BTD = x_BTD + rows("type", types)
     return named(x_BTD, "embedding", "BTD", cfg)
 
 
@@ -114,6 +150,8 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     if cfg.scale_head:
         x_BTD = x_BTD * jnp.asarray(cfg.d_model**-0.5, x_BTD.dtype)
     with _precision(cfg):
+        if cfg.head_transform:
+            x_BTD = _transformed(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
             kernel_VD = params["embedding"]["token"].astype(x_BTD.dtype)
             logits = jnp.einsum("BTD,VD->BTV", x_BTD, kernel_VD, preferred_element_type=jnp.float32)
@@ -125,6 +163,19 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return named(logits, "logits", "BTV", cfg)
+
+
+def _transformed(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    y_BTF = mlp.ACTIVATIONS[cfg.mlp](dense("BTD,DF->BTF", x_BTD, params["kernel"], params["bias"]))
+    return norm.apply(params["norm"], y_BTF, cfg)
+
+
+def pooled(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """What a model with a ``pooler`` makes of its hidden states: tanh of a linear map of the first token's, [B, D]."""
+    if not cfg.pooler:
+        raise ValueError("the model has no pooler (pooler=False)")
+    with _precision(cfg):
+        return jnp.tanh(dense("BTD,DF->BTF", x_BTD[:, :1], params["pooler"]["kernel"], params["pooler"]["bias"]))[:, 0]
 
 
 def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Places]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
-from jaxformer.spec import bias, gain
+from jaxformer.spec import Param, bias, gain, zeros
 
 
 def spec(cfg: ModelConfig, dim: str = "D") -> dict:
@@ -43,4 +43,18 @@ def _rms_apply(params, x, cfg):
     return y.astype(x.dtype) * params["gain"].astype(x.dtype)  # after the cast, as LLaMA does
 
 
-CHOICES = {"layer": Component(_layer_spec, _layer_apply), "rms": Component(_rms_spec, _rms_apply)}
+def _rms_plus_spec(cfg, dim="D"):
+    return {"gain": Param(dim, zeros, decay=False)}
+
+
+def _rms_plus_apply(params, x, cfg):
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + cfg.norm_eps)
+    return (y * (1.0 + params["gain"].astype(jnp.float32))).astype(x.dtype)  # before the cast, as Gemma does
+
+
+CHOICES = {
+    "layer": Component(_layer_spec, _layer_apply),
+    "rms": Component(_rms_spec, _rms_apply),
+    "rms_plus": Component(_rms_plus_spec, _rms_plus_apply),
+}

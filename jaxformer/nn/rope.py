@@ -11,9 +11,10 @@ from jaxformer.config import ModelConfig, RopeScaling
 
 def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Queries [B, K, G, T, H] or keys [B, K, S, H], rotated to their positions."""
-    angle = angles(positions_BT, x.shape[-1], cfg)
-    between = tuple(range(1, x.ndim - 2))  # the head axes of [B, K, (G,) T, H]
-    return rotate(x, jnp.expand_dims(angle, between), cfg.rope_layout, attention_factor(cfg))
+    width = cfg.rotary_dim
+    angle = jnp.expand_dims(angles(positions_BT, width, cfg), tuple(range(1, x.ndim - 2)))  # the head axes of [B, K, (G,) T, H]
+    rotated = rotate(x[..., :width], angle, cfg.rope_layout, attention_factor(cfg))
+    return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
 def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig) -> jax.Array:

@@ -19,7 +19,7 @@ REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full
 def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
     """Parameters of a stack of ``cfg.n_layers`` blocks."""
     parts = {"layers": specs.stack(block.spec(cfg, crossing), cfg.n_layers)}
-    if cfg.residual == "pre":  # Post-LN blocks end with a norm already
+    if cfg.residual != "post":  # Post-LN blocks end with a norm already
         parts["norm"] = norm.spec(cfg)
     if own := position.spec(cfg):
         parts["position"] = own

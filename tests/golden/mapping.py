@@ -118,7 +118,7 @@ def _llama(hf, t):
         at = f"model.layers.{i}."
         names = {part: f"{at}self_attn.{p}_proj" for part, p in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o"))}
         attention = _attention(t, cfg, names)
-        if cfg.qk_norm:
+        if cfg.qk_norm != "none":
             attention |= {f"{part}_norm": _norm(t, f"{at}self_attn.{part[0]}_norm") for part in ("query", "key")}
         return {
             "attention": attention,
