@@ -84,6 +84,8 @@ class ModelConfig(Strict):
     """Base of the layers that have a window, whose frequencies are not scaled; rope_theta and rope_scaling unless given."""
     rope_scaling: RopeScaling = RopeScaling()
     """How the rotary frequencies are stretched (None: not at all)."""
+    position_offset: int = 0
+    """Row of a learned table that position 0 reads; the table has as many more."""
     relative_buckets: int = 32
     """[P] buckets of relative positions (position='relative')."""
     relative_distance: int = 128
@@ -181,7 +183,7 @@ class ModelConfig(Strict):
 
     def _check(self):
         within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
-        within(self, 0, math.inf, "encoder_layers", "token_types")
+        within(self, 0, math.inf, "encoder_layers", "token_types", "position_offset")
         within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
         within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
         positive = (

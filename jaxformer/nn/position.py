@@ -59,15 +59,15 @@ def _sinusoidal_apply(params, x_BTD, positions_BT, cfg):
 
 
 def _learned_spec(cfg):
-    return {"table": Param("PD", normal(cfg.init_std))}
+    return {"table": Param("PD", normal(cfg.init_std), sizes=(("P", cfg.position_offset + cfg.max_length),))}
 
 
 def _learned_apply(params, x_BTD, positions_BT, cfg):
     # A position outside the table is an error where it can be seen (nn.inputs); inside jit it cannot be, and turns the
     # row into NaN: indexing would silently repeat the last one.
     rows = jnp.asarray(params["table"], x_BTD.dtype)
-    inside = (positions_BT >= 0) & (positions_BT < rows.shape[0])
-    return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT].get(mode="clip"), jnp.nan)
+    inside = (positions_BT >= 0) & (positions_BT < cfg.max_length)
+    return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT + cfg.position_offset].get(mode="clip"), jnp.nan)
 
 
 def _sinusoidal_half_apply(params, x_BTD, positions_BT, cfg):

@@ -1,0 +1,1 @@
+"""Published checkpoints: one table a family, no forward of its own."""

@@ -1,0 +1,157 @@
+"""The tensors of a folder, by name: what is there is known from the headers, and each is read when it is asked for."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxformer.hf.fields import read_json
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+INDEX = "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """A tensor that has not been read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+class Tensors(Protocol):
+    """What a folder offers."""
+
+    entries: Mapping[str, Entry]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor of that name."""
+        ...
+
+
+class Safetensors:
+    """One file, or the shards that an index names."""
+
+    def __init__(self, folder: Path):
+        self._open: dict[Path, Any] = {}
+        index = folder / INDEX
+        if index.exists():
+            self.entries = self._sharded(folder, index)
+            return
+        files = (
+            [folder / "model.safetensors"] if (folder / "model.safetensors").exists() else sorted(folder.glob("*.safetensors"))
+        )
+        if len(files) > 1:
+            raise ValueError(f"{folder} has {len(files)} safetensors files and no {INDEX}")
+        self.entries = _header(files[0])
+
+    def _sharded(self, folder: Path, index: Path) -> dict[str, Entry]:
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise ValueError(f"{index} has no weight_map")
+        outside = sorted({str(file) for file in where.values() if not isinstance(file, str) or Path(file).name != file})
+        if outside:
+            raise ValueError(f"{index} points out of its folder: {', '.join(outside)}")
+        files = sorted(set(where.values()))
+        if missing := [file for file in files if not (folder / file).is_file()]:
+            raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+        found = {name: entry for file in files for name, entry in _header(folder / file).items()}
+        wrong = [name for name, file in where.items() if name not in found or found[name].file.name != file]
+        extra = sorted(found.keys() - where.keys())
+        if wrong or extra:
+            lines = [f"  missing     {name}  in {where[name]}" for name in sorted(wrong)]
+            lines += [f"  unexpected  {name}  in {found[name].file.name}" for name in extra]
+            raise ValueError(f"{index} and its files differ:\n" + "\n".join(lines))
+        return found
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor of that name, from the mapped file."""
+        from safetensors import safe_open
+
+        entry = self.entries[name]
+        if entry.file not in self._open:
+            self._open[entry.file] = safe_open(entry.file, "np")
+        return self._open[entry.file].get_tensor(name)
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    """What a safetensors file says it holds. Raises ValueError with the file's name before anything large is allocated."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if len(start) < 8:
+                raise ValueError(f"it has {size} bytes, too few for a header")
+            (length,) = struct.unpack("<Q", start)
+            if length > min(LONGEST_HEADER, size - 8):
+                raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
+            _unique(file.read(length))
+        with safe_open(path, "np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            entries = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (ValueError, OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    unknown = [f"{name} ({dtype})" for name, (_, dtype) in entries.items() if dtype not in DTYPES]
+    # Integers may be buffers, which are never read.
+    if strange := [text for text in unknown if not text.endswith(("(I64)", "(I32)", "(BOOL)", "(U8)"))]:
+        raise ValueError(f"{path}: dtypes that are not supported: {', '.join(strange)}; supported: {', '.join(DTYPES)}")
+    return {name: Entry(shape, DTYPES.get(dtype, dtype), path) for name, (shape, dtype) in entries.items()}
+
+
+def _unique(header: bytes) -> None:
+    def check(pairs):
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
+            raise ValueError(f"{', '.join(twice)} occurs twice in its header")
+        return dict(pairs)
+
+    json.loads(header, object_pairs_hook=check)
+
+
+class Msgpack:
+    """flax_model.msgpack of the classes that transformers 5 removed, under the names of the others' files."""
+
+    def __init__(self, path: Path):
+        from flax.serialization import msgpack_restore
+        from flax.traverse_util import flatten_dict
+
+        try:
+            tree = msgpack_restore(path.read_bytes())
+        except Exception as error:  # whatever msgpack makes of bytes that are not its own
+            raise ValueError(f"{path} is not a whole msgpack file: {error}") from error
+        flat = flatten_dict(tree.get("params", tree)) if isinstance(tree, dict) else {}
+        if not flat:
+            raise ValueError(f"{path} holds no parameters")
+        self._tensors = dict(_torch_name(keys, np.asarray(value)) for keys, value in flat.items())
+        self.entries = {name: Entry(t.shape, t.dtype.name, path) for name, t in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor of that name."""
+        return self._tensors[name]
+
+
+def _torch_name(keys: tuple, value: np.ndarray) -> tuple[str, np.ndarray]:
+    """A Flax path as the name, and the layout, of a safetensors file."""
+    *path, last = (str(key) for key in keys)
+    if last == "kernel":
+        return ".".join((*path, "weight")), value.T
+    return ".".join((*path, {"embedding": "weight", "scale": "weight"}.get(last, last))), value
+
+
+def find(folder: Path) -> Tensors:
+    """The tensors of a folder. Raises FileNotFoundError or ValueError where there are none, or broken ones."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder")
+    if (folder / INDEX).exists() or any(folder.glob("*.safetensors")):
+        return Safetensors(folder)
+    if (folder / "flax_model.msgpack").exists():
+        return Msgpack(folder / "flax_model.msgpack")
+    pickles = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
+    hint = f"; {', '.join(pickles)} may run any code and is not read: convert it to safetensors" if pickles else ""
+    raise FileNotFoundError(f"{folder} has neither model.safetensors nor {INDEX} nor flax_model.msgpack{hint}")
