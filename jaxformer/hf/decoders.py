@@ -151,6 +151,10 @@ def _read_olmo2(f: Fields, names: Collection[str]) -> dict[str, Any]:
     return _read(f, qkv_bias=bias, out_bias=bias, qk_norm="all", residual="branch")
 
 
+def _write_olmo2(cfg: ModelConfig) -> dict[str, Any]:
+    return _write(cfg) | {"attention_bias": cfg.qkv_bias}
+
+
 def _olmo2_tensors(cfg: ModelConfig) -> Table:
     norms = normed("attention_norm", "post_attention_layernorm") | normed("mlp_norm", "post_feedforward_layernorm")
     return _tensors(cfg, norms)
@@ -212,10 +216,12 @@ def _read_gemma(f: Fields, names: Collection[str]) -> dict[str, Any]:
     bias = f("attention_bias", False)
     # "gelu" in its first files meant the tanh form all the same
     choices = {None: "geglu_tanh"} | GATED | {"gelu": "geglu_tanh"}
-    newer, older = f.choice("hidden_activation", choices, None), f.choice("hidden_act", choices, None)
+    newer = f.values.get("hidden_activation")
+    mlp = f.choice("hidden_activation" if newer else "hidden_act", choices, None)
+    f("hidden_act", None)
+    f.values["hidden_activation"] = f.values.get("hidden_activation") or "gelu_pytorch_tanh"
     values = _read(f, activation="hidden_activation", qkv_bias=bias, out_bias=bias)
     head = {"head_dim": f("head_dim", 256), "tied_head": f("tie_word_embeddings", True)}
-    mlp = newer if f.values.get("hidden_activation") else older
     return values | head | {"norm": "rms_plus", "scale_embedding": True, "mlp": mlp}
 
 
@@ -361,6 +367,69 @@ def _gpt2_tensors(cfg: ModelConfig) -> Table:
     }
 
 
+def _read_neo(f: Fields, names: Collection[str]) -> dict[str, Any]:
+    heads, width, number = f("num_heads"), f("hidden_size"), f("num_layers")
+    for name in ("attention_layers", *(n for n in f.values if n.startswith("summary_"))):
+        f(name, None)
+    kinds = [kind for group, times in f("attention_types", [[["global", "local"], number // 2]]) for kind in group * times]
+    if len(kinds) != number or set(kinds) - {"global", "local"}:
+        raise ValueError(f"config.json: attention_types are {kinds}, for num_layers={number}")
+    return {
+        "vocab_size": f("vocab_size"),
+        "d_model": width,
+        "n_layers": number,
+        "n_heads": heads,
+        "d_ff": f("intermediate_size", None) or 4 * width,
+        "max_length": f("max_position_embeddings"),
+        "window": tuple(f("window_size", 256) if kind == "local" else None for kind in kinds),
+        "norm": "layer",
+        "norm_eps": f("layer_norm_epsilon", 1e-5),
+        "mlp": f.choice("activation_function", PLAIN, "gelu_new"),
+        "position": "learned",
+        "attention_scale": 1.0,
+        "out_bias": True,
+        "mlp_bias": True,
+        "tied_head": f("tie_word_embeddings", True),
+        "attention_dropout": f("attention_dropout", 0.0),
+        "residual_dropout": f("resid_dropout", 0.0),
+        "embedding_dropout": f("embed_dropout", 0.0),
+    }
+
+
+def _write_neo(cfg: ModelConfig) -> dict[str, Any]:
+    windows = [layer.window for layer in cfg.layers]
+    widths = {window for window in windows if window is not None}
+    if len(widths) > 1:
+        raise ValueError(f"it has one width of window, the model {sorted(widths)}")
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "num_layers": cfg.n_layers,
+        "num_heads": cfg.n_heads,
+        "intermediate_size": cfg.d_ff,
+        "max_position_embeddings": cfg.max_length,
+        "attention_types": [[["global" if window is None else "local"], 1] for window in windows],
+        "window_size": widths.pop() if widths else 256,
+        "layer_norm_epsilon": cfg.norm_eps,
+        "activation_function": inverse(PLAIN, cfg.mlp),
+        "tie_word_embeddings": cfg.tied_head,
+        "attention_dropout": cfg.attention_dropout,
+        "resid_dropout": cfg.residual_dropout,
+        "embed_dropout": cfg.embedding_dropout,
+    }
+
+
+def _neo_tensors(cfg: ModelConfig) -> Table:
+    block: Table = {
+        **attention("attention", "attn.attention", o="out_proj"),
+        **linear("mlp.up", "mlp.c_fc", "F", "D"),
+        **linear("mlp.down", "mlp.c_proj", "D", "F"),
+        **normed("attention_norm", "ln_1"),
+        **normed("mlp_norm", "ln_2"),
+    }
+    return _gpt2_tensors(cfg) | layers("decoder", "transformer.h", block)
+
+
 def _read_neox(f: Fields, names: Collection[str]) -> dict[str, Any]:
     bias = f("attention_bias", True)
     f.only(is_decoder=False)
@@ -429,7 +498,7 @@ FAMILIES = (
     Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, _tensors, **_LLAMA),
     Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen, _tensors, **_LLAMA),
     Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3, _tensors, **_LLAMA),
-    Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_llama, _olmo2_tensors, **_LLAMA),
+    Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, _olmo2_tensors, **_LLAMA),
     Family("phi3", "Phi3ForCausalLM", _read_phi3, _write_phi3, _phi3_tensors, **_LLAMA),
     Family("stablelm", "StableLmForCausalLM", _read_stablelm, _write_stablelm, _stablelm_tensors, **_LLAMA),
     Family("gemma", "GemmaForCausalLM", _read_gemma, _write_gemma, _tensors, **_LLAMA),
@@ -444,6 +513,16 @@ FAMILIES = (
         prefix="transformer.",
         same={"lm_head.weight": "embedding.token"},
         buffers=(r".*attn\.(masked_)?bias",),
+    ),
+    Family(
+        "gpt_neo",
+        "GPTNeoForCausalLM",
+        _read_neo,
+        _write_neo,
+        _neo_tensors,
+        prefix="transformer.",
+        same={"lm_head.weight": "embedding.token"},
+        buffers=(r".*attn\.attention\.(masked_)?bias",),
     ),
     Family(
         "gpt_neox",

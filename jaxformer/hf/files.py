@@ -26,7 +26,10 @@ class Entry(NamedTuple):
 class Tensors(Protocol):
     """What a folder offers."""
 
-    entries: Mapping[str, Entry]
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """What there is, by name."""
+        ...
 
     def read(self, name: str) -> np.ndarray:
         """The tensor of that name."""

@@ -1,5 +1,6 @@
 """Rotary positions (Su et al. 2021), and how their frequencies are stretched for longer sequences. All of it in float32."""
 
+import dataclasses
 import math
 
 import jax
@@ -92,6 +93,21 @@ def _yarn(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
     low, high = max(low, 0), min(high, width - 1)
     high = high + 0.001 if high == low else high
     return 1 - np.clip((np.arange(width // 2) - low) / (high - low), 0, 1)
+
+
+def to_halves(cfg: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
+    """The same function with rope_layout="half": the rotated part of every query and key head is put in order, evens before
+    odds, and with it biases and norms of the head's width; values and outputs stay."""
+    width = cfg.rotary_dim
+    order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2), np.arange(width, cfg.head_dim)])
+
+    def one(path: tuple, leaf):
+        names = [entry.key for entry in path]
+        own = names[-2] if names[-2] in ("query_norm", "key_norm") else names[-1]
+        moved = "attention" in names and own in ("query", "key", "query_bias", "key_bias", "query_norm", "key_norm")
+        return jnp.asarray(leaf)[..., order] if moved else leaf
+
+    return dataclasses.replace(cfg, rope_layout="half"), jax.tree_util.tree_map_with_path(one, params)
 
 
 def attention_factor(cfg: ModelConfig) -> float:
