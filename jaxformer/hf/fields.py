@@ -165,7 +165,7 @@ def _scaling(rope: dict[str, Any], positions: int, values: dict[str, Any]) -> Ro
         return RopeScaling()
     if original is None:
         original = values.get("original_max_position_embeddings") or positions
-    fields: dict[str, Any] = {"factor": float(rope.pop("factor")) if "factor" in rope else MISSING}
+    fields: dict[str, Any] = {"kind": kind, "factor": float(rope.pop("factor")) if "factor" in rope else MISSING}
     if fields["factor"] is MISSING:
         raise ValueError(f"config.json: rope type {kind!r} has no factor")
     names = {"low_freq_factor": "low_frequency", "high_freq_factor": "high_frequency"}
@@ -180,7 +180,7 @@ def _scaling(rope: dict[str, Any], positions: int, values: dict[str, Any]) -> Ro
             raise ValueError(f"config.json: rope type 'llama3' has no {name}")
     if left := {name: value for name, value in rope.items() if value is not None}:
         raise ValueError(f"config.json: rope type {kind!r} with {left}, which would not be honoured")
-    return RopeScaling(kind=kind, original_length=None if kind == "linear" else int(original), **fields)
+    return RopeScaling(original_length=None if kind == "linear" else int(original), **fields)
 
 
 YARN = ("beta_fast", "beta_slow", "attention_factor", "truncate")

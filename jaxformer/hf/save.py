@@ -101,12 +101,12 @@ def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict,
     """One shard in memory at a time."""
     from safetensors.numpy import save_file
 
-    plan = _plan(family, cfg)
+    parts = plan(family, cfg)
     arrays = dict(specs.walk(params))
     itemsize = np.dtype(jax.numpy.dtype(cfg.param_dtype)).itemsize
     shards: list[list[str]] = [[]]
     size = 0
-    for name, (shape, _) in plan.items():
+    for name, (shape, _) in parts.items():
         more = int(np.prod(shape)) * itemsize
         if shards[-1] and size + more > shard_bytes:
             shards.append([])
@@ -117,7 +117,7 @@ def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict,
     total = 0
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _assemble(*plan[name], arrays, cfg) for name in names}
+        tensors = {name: assemble(*parts[name], arrays, cfg) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
         total += sum(t.nbytes for t in tensors.values())
@@ -129,21 +129,22 @@ def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict,
 Part = tuple[Source, str, Param, int | None]
 
 
-def _plan(family: Family, cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+def plan(family: Family, cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """``their name -> shape, our parts of it``."""
-    plan: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
+    found: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
     table = family.tensors(cfg)
     for path, param in specs.walk(model.spec(cfg)):
         stacked = param.dims.startswith("L")
         for number, source in enumerate(numbered(param, table[path])):
-            _, parts = plan.setdefault(source.name, (source.shape(sizes_of(param, cfg)), []))
+            _, parts = found.setdefault(source.name, (source.shape(sizes_of(param, cfg)), []))
             parts.append((source, path, param, number if stacked else None))
     if not cfg.has_head:  # the bare model's names
-        plan = {name.removeprefix(family.prefix): found for name, found in plan.items()}
-    return plan
+        found = {name.removeprefix(family.prefix): parts for name, parts in found.items()}
+    return found
 
 
-def _assemble(shape: tuple[int, ...], parts: list[Part], arrays: dict, cfg: ModelConfig) -> np.ndarray:
+def assemble(shape: tuple[int, ...], parts: list[Part], arrays: dict, cfg: ModelConfig) -> np.ndarray:
+    """Their tensor, from our arrays by path."""
     tensor = np.zeros(shape, jax.numpy.dtype(cfg.param_dtype))
     written: dict[int, np.ndarray] = {}
     for source, path, param, layer in parts:

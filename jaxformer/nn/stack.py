@@ -11,7 +11,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, block, norm, position
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.mask import Places, arange
-from jaxformer.nn.named import listening, scope
+from jaxformer.nn.named import listening, named, scope
 
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
 
@@ -49,6 +49,7 @@ def apply(
     if cfg.embedding_norm:
         x_BTD = norm.apply(params["embedding_norm"], x_BTD, cfg)
     x_BTD = dropout(x_BTD, cfg.embedding_dropout, child(key, "embedding"))
+    x_BTD = named(x_BTD, "in", "BTD", cfg)
     layers_key = child(key, "layers")
 
     def run(layer, index, layer_params, x_BTD, writer=None):
