@@ -24,17 +24,19 @@ from jaxformer.spec import Param
 FAMILIES = {family.model_type: family for family in (*decoders.FAMILIES, *encoders.FAMILIES)}
 
 
-def load(folder: str | Path, dtype: Any = None, ignore: Sequence[str] = ()) -> tuple[ModelConfig, dict]:
+def load(
+    folder: str | Path, dtype: Any = None, ignore: Sequence[str] = (), config: dict[str, Any] | None = None
+) -> tuple[ModelConfig, dict]:
     """``cfg, params`` of a Hugging Face folder: config.json and safetensors (one file or shards), or flax_model.msgpack.
 
     dtype: that the parameters get and the model computes in; the file's unless given. ignore: patterns (re) of tensors that may
-    be there without being used.
+    be there without being used. config: the fields to go by, in place of config.json.
 
     Raises FileNotFoundError where something is missing; ValueError, before any tensor is read, for a config field that
     would not be honoured, and with a list for tensors that are missing, not used, or of another shape.
     """
     folder = Path(folder)
-    values = read_json(folder / "config.json")
+    values = read_json(folder / "config.json") if config is None else config
     tensors = files.find(folder)
     family, cfg = read_config(values, tensors.entries.keys())
     kept = _dtype(tensors) if dtype is None else jnp.dtype(dtype).name

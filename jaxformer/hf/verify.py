@@ -173,7 +173,7 @@ def _greedy(cfg, params, ref, given, eos, pad) -> Iterator[Row]:
 
 
 def _beams(cfg, params, ref, given, name, eos, pad) -> Iterator[Row]:
-    defaults = {"beam": (4, 1.0, False), "beam2": (4, 0.6, True), "beam3": (3, 2.0, "never")}
+    defaults: dict[str, Any] = {"beam": (4, 1.0, False), "beam2": (4, 0.6, True), "beam3": (3, 2.0, "never")}
     beams, penalty, stopping = defaults[name]
     if "beams" in ref:
         settings = json.loads(str(ref["beams"]))[name]
