@@ -9,7 +9,7 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     F feed-forward width P rows of a learned position table
 """
 
-from jaxformer import presets, spec
+from jaxformer import hf, presets, spec
 from jaxformer.config import ModelConfig, RopeScaling
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
@@ -51,6 +51,7 @@ __all__ = [
     "forward",
     "gain",
     "generate",
+    "hf",
     "hidden",
     "init",
     "init_cache",

@@ -5,13 +5,10 @@ import functools
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import jax
-import jax.numpy as jnp
+from typing import Literal
 
 from jaxformer.component import name_of, resolve
-from jaxformer.record import Strict, within
+from jaxformer.record import Strict, dtype_name, within
 from jaxformer.scaling import RopeScaling
 
 COMPONENTS = ("attention", "mlp", "norm", "position")
@@ -288,16 +285,3 @@ class ModelConfig(Strict):
 
         by_window = {window: own(window) for window in set(windows)}
         return tuple(by_window[window] for window in windows)
-
-
-def dtype_name(name: str, value: Any) -> str:
-    """The name of a floating dtype. Raises ValueError, naming the field ``name``, for anything else."""
-    try:
-        dtype = jnp.dtype(value if value is not None else "None")  # jnp.dtype(None) is a default, which nobody asked for
-    except TypeError as error:
-        raise ValueError(f"{name}={value!r} is not a dtype; try 'float32' or 'bfloat16'") from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name}={value!r} must be a floating dtype, such as 'float32' or 'bfloat16'")
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"{name}={value!r} needs jax.config.update('jax_enable_x64', True): JAX would make float32 of it")
-    return dtype.name

@@ -7,6 +7,9 @@ import types
 import typing
 from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
+
 from jaxformer.component import nearest
 
 
@@ -107,3 +110,16 @@ def from_dict(cls: type, values: dict[str, Any]) -> Any:
             value = from_dict(kind, value)
         built[name] = tuple(value) if isinstance(value, list) else value
     return cls(**built)
+
+
+def dtype_name(name: str, value: Any) -> str:
+    """The name of a floating dtype. Raises ValueError, naming the field ``name``, for anything else."""
+    try:
+        dtype = jnp.dtype(value if value is not None else "None")  # jnp.dtype(None) is a default, which nobody asked for
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r} is not a dtype; try 'float32' or 'bfloat16'") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{name}={value!r} must be a floating dtype, such as 'float32' or 'bfloat16'")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"{name}={value!r} needs jax.config.update('jax_enable_x64', True): JAX would make float32 of it")
+    return dtype.name

@@ -19,11 +19,14 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer import run
+from jaxformer import hf, run
+from jaxformer.config import ModelConfig
+from jaxformer.data import tokenizer
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.loop import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
+from jaxformer.hf.fields import read_json
 from jaxformer.nn import model
 from jaxformer.record import Strict, within
 
@@ -35,7 +38,7 @@ class Options(Strict):
     """What to load, what to continue, and how."""
 
     run: tyro.conf.Positional[Path]
-    """Directory that train.py wrote."""
+    """Directory that train.py wrote, or a Hugging Face folder with its tokenizer.model."""
     prompt: tyro.conf.Positional[str | None] = None
     """What to continue, or to translate; standard input unless given."""
     interactive: bool = False
@@ -73,11 +76,19 @@ class Options(Strict):
             raise ValueError(f"no file {self.file}")
 
 
+def open_model(folder: Path) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of a run, or of a published folder."""
+    path = folder / "config.json"
+    if path.is_file() and "model_type" in read_json(path):
+        return *hf.load(folder), tokenizer.load(folder)
+    return run.load(folder)
+
+
 class Writer:
     """A loaded model, and what it makes of prompts."""
 
     def __init__(self, options: Options):
-        self.cfg, params, self.tok = run.load(options.run)
+        self.cfg, params, self.tok = open_model(options.run)
         self.options = options
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams

@@ -30,6 +30,7 @@ LAYERS = [
     ["parallel"],
     ["data"],
     ["evaluate", "run"],
+    ["hf"],
     ["sample"],
 ]
 """A file imports only from rooms above its own in this list, or from its own."""

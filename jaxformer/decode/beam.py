@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ModelConfig, dtype_name
+from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.nn import model
+from jaxformer.record import dtype_name
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer import spec as specs
-from jaxformer.config import ModelConfig, dtype_name
+from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, inputs, position, rope
 from jaxformer.nn.attention import Entries, KeyValue
 from jaxformer.nn.mask import Places
+from jaxformer.record import dtype_name
 from jaxformer.spec import Param, zeros
 
 

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.config import ModelConfig, dtype_name
+from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
 from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
 from jaxformer.nn import model
+from jaxformer.record import dtype_name
 
 
 @struct.dataclass

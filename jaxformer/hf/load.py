@@ -14,14 +14,14 @@ import numpy as np
 from jaxformer import spec as specs
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
-from jaxformer.hf import decoders, encoders, files
+from jaxformer.hf import encoders, files, gemma, gpt, llama
 from jaxformer.hf.fields import Fields, read_json
 from jaxformer.hf.layout import Source
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model
 from jaxformer.spec import Param
 
-FAMILIES = {family.model_type: family for family in (*decoders.FAMILIES, *encoders.FAMILIES)}
+FAMILIES = {family.model_type: family for family in (*llama.FAMILIES, *gemma.FAMILIES, *gpt.FAMILIES, *encoders.FAMILIES)}
 
 
 def load(
