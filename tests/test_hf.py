@@ -17,6 +17,7 @@ import jaxformer as jf
 from jaxformer.hf import load, save
 from jaxformer.hf.verify import compare
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 # Float32 sums in another order, measured at 1e-5 and less; a wrong activation, base or window is 3e-4 and more.
 TOLERANCE = 5e-5
 
@@ -24,6 +25,7 @@ TOLERANCE = 5e-5
 @pytest.mark.parametrize("name", published.NAMES)
 def test_everything_is_as_in_the_reference(name, tmp_path):
     reference = published.folder(tmp_path, name)
+    reference = {key: value for key, value in reference.items() if not key.startswith("beam")}  # in test_golden_decoding
     config = json.loads((tmp_path / "config.json").read_text())
     cfg, params = load(tmp_path)
     rows = list(
