@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import attention, block, mlp, model
+from jaxformer.nn import attention, block, mlp, model, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=2)
@@ -29,7 +29,7 @@ def plain(cfg, **given):
 
 LAYER = {"attention.weights": (2, 2, 2, 9, 9), "mlp.hidden": (2, 9, 48), "out": (2, 9, 32)}
 SHAPES = {f"decoder.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()}
-SHAPES |= {"embedding": (2, 9, 32), "logits": (2, 9, 67)}
+SHAPES |= {"embedding": (2, 9, 32), "decoder.in": (2, 9, 32), "logits": (2, 9, 67)}
 
 
 @pytest.mark.parametrize("fields", [{}, {"scan": True}, {"scan": True, "remat": "full"}], ids=str)
@@ -169,7 +169,7 @@ def test_without_a_listener_names_cost_nothing(cfg, monkeypatch):
         return primitives(jax.make_jaxpr(lambda params: jf.forward(params, tiny.tokens(cfg), cfg, **given))(params).jaxpr)
 
     marked = trace()
-    for module in (attention, block, mlp, model):
+    for module in (attention, block, mlp, model, stack):
         monkeypatch.setattr(module, "named", lambda x, *_: x)
     bare = trace()
     assert bare["name"] == 0 < marked.pop("name")

@@ -66,7 +66,7 @@ def _learned_apply(params, x_BTD, positions_BT, cfg):
     # A position outside the table is an error where it can be seen (nn.inputs); inside jit it cannot be, and turns the
     # row into NaN: indexing would silently repeat the last one.
     rows = jnp.asarray(params["table"], x_BTD.dtype)
-    inside = (positions_BT >= 0) & (positions_BT < cfg.max_length)
+    inside = (positions_BT >= 0) & (positions_BT < rows.shape[0] - cfg.position_offset)
     return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT + cfg.position_offset].get(mode="clip"), jnp.nan)
 
 
