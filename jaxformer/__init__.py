@@ -15,7 +15,7 @@ from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import Generated, generate
-from jaxformer.decode.loop import compilations
+from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream

@@ -231,6 +231,8 @@ class ModelConfig(Strict):
             )
 
     def _check_encoder(self):
+        if self.encoder_layers and self.residual == "parallel":
+            raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")
         if self.encoder_layers:
             try:
                 _ = self.encoder

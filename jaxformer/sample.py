@@ -23,7 +23,7 @@ from jaxformer import hf, run
 from jaxformer.config import ModelConfig
 from jaxformer.data import tokenizer
 from jaxformer.decode.beam import beam_search
-from jaxformer.decode.loop import compilations
+from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
 from jaxformer.hf.fields import read_json

@@ -1,11 +1,14 @@
 """Folders as they are published, made from the reference fixtures."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
 from golden import weights
 from safetensors.numpy import save_file
+
+import jaxformer as jf
 
 NAMES = sorted(path.stem for path in weights.FOLDER.glob("*.npz"))
 
@@ -17,6 +20,13 @@ def folder(directory: Path, name: str, config=None, tensors=None) -> dict[str, n
     (directory / "config.json").write_text(json.dumps(own_config if config is None else config), encoding="utf-8")
     save_file(own_tensors if tensors is None else tensors, directory / "model.safetensors")
     return reference
+
+
+def model(name: str, tensors=None) -> tuple[jf.ModelConfig, dict]:
+    """A fixture's config and parameters, or those that other tensors make."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder(Path(directory), name, tensors=tensors)
+        return jf.hf.load(directory)
 
 
 def legacy(config: dict) -> dict:

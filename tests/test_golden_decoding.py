@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import published
 import pytest
-from golden import mapping, weights
+from golden import weights
 
 import jaxformer as jf
 
@@ -52,8 +53,8 @@ class Model:
 
 @functools.cache
 def model(name) -> Model:
-    hf, tensors, arrays = weights.load(name)
-    return Model(name, hf, *mapping.model(hf, tensors), arrays)
+    hf, _, arrays = weights.load(name)
+    return Model(name, hf, *published.model(name), arrays)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -159,13 +160,15 @@ def training_batch(m, rows):
 
 
 def in_the_file(m, grads) -> dict[str, np.ndarray]:
-    """Gradients under the names and in the layout of the file: the mapping, which only moves numbers, moves their indices."""
+    """Gradients under the names and in the layout of the file: loading, which only moves numbers, moves their indices."""
     _, tensors, _ = weights.load(m.name)
     ends = np.cumsum([t.size for t in tensors.values()])
     where = {name: np.arange(end - t.size, end).reshape(t.shape) for (name, t), end in zip(tensors.items(), ends, strict=True)}
+    assert ends[-1] < 2**24, "float32 holds every index"
+    _, moved = published.model(m.name, {name: at.astype(np.float32) for name, at in where.items()})
     total = np.zeros(ends[-1])
-    for at, g in zip(jax.tree.leaves(mapping.model(m.hf, where)[1]), jax.tree.leaves(grads), strict=True):
-        total[at] = g
+    for at, g in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        total[np.asarray(at).astype(int)] = g
     return {name: total[at] for name, at in where.items()}
 
 

@@ -176,3 +176,17 @@ def test_the_hidden_states_are_not_scaled_and_the_loss_is_of_the_logits():
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     expected = (nll * batch["weights"]).sum() / batch["weights"].sum()
     np.testing.assert_allclose(losses, expected, rtol=1e-6)  # a float32 mean
+
+
+def test_what_has_no_head_has_no_logits():
+    cfg = dataclasses.replace(tiny.PRESETS["gpt2"], has_head=False)
+    params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
+    hidden = jf.hidden(params, tokens, cfg)
+    for logits in (lambda: jf.forward(params, tokens, cfg), lambda: jf.model.head(params, hidden, cfg)):
+        with pytest.raises(ValueError, match="has no head"):
+            logits()
+
+
+def test_parallel_branches_and_cross_attention_are_refused():
+    with pytest.raises(ValueError, match="residual='parallel' is not defined for a decoder with cross-attention"):
+        dataclasses.replace(tiny.PRESETS["transformer_base"], residual="parallel")

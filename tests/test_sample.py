@@ -1,6 +1,7 @@
 """The command that samples from a run: prompts from everywhere, streamed, in files, refused."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -64,6 +65,32 @@ def test_a_seed_decides_what_is_drawn(decoder, capsys):
     directory = decoder[0]
     outs = [call(capsys, directory, "hello", "--max-new-tokens", 20, "--seed", seed) for seed in (1, 1, 2)]
     assert outs[0] == outs[1] != outs[2]
+
+
+def test_a_published_folder_is_sampled_from_like_a_run(tmp_path, capsys):
+    """config.json, model.safetensors and the family's tokenizer.model."""
+    import sentencepiece
+
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 50),
+        model_writer=trained,
+        vocab_size=30,
+        minloglevel=2,
+    )
+    tok = tokenizer.SentencePiece(trained.getvalue())
+    cfg = jf.presets.llama(vocab_size=tok.vocab_size, d_model=32, n_layers=2, n_heads=4, max_length=96, rope_layout="half")
+    params = tiny.drawn(cfg)
+    jf.hf.save(tmp_path, cfg, params)
+    tok.save(tmp_path)
+    out = call(capsys, tmp_path, "the fox", "--temperature", 0, "--max-new-tokens", 8)
+    prompt = tok.encode("the fox")
+    expected = jf.generate(params, [prompt], cfg, max_new_tokens=8, eos=tok.eos_id)
+    ids = np.asarray(expected.tokens)[0, : int(expected.lengths[0])].tolist()
+    assert out == tok.decode(prompt + ids) + "\n"
+    (tmp_path / "tokenizer.model").unlink()
+    with pytest.raises(ValueError, match="holds neither tokenizer.model"):
+        sample.main([str(tmp_path), "the fox"])
 
 
 def test_several_outputs_differ_and_say_why_they_ended(decoder, capsys):

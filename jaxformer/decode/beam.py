@@ -15,7 +15,6 @@ from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.nn import model
-from jaxformer.record import dtype_name
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 
@@ -96,7 +95,7 @@ def beam_search(
 
     Raises ValueError as ``generate`` does, and for a num_return above num_beams.
     """
-    for name, number in (("num_beams", num_beams), ("num_return", num_return), ("prefill_chunk", prefill_chunk)):
+    for name, number in (("num_beams", num_beams), ("num_return", num_return)):
         starts.positive(name, number)
     if num_return > num_beams:
         raise ValueError(f"num_return={num_return} is more than num_beams={num_beams}")
@@ -104,25 +103,26 @@ def beam_search(
         raise ValueError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
     if isinstance(length_penalty, bool) or not isinstance(length_penalty, int | float) or not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty!r} must be a finite number")
-    model.check(params, cfg)
-    ids, lengths = starts.padded(prompts, valid, cfg, source)
+    given = {"valid": valid, "source": source, "source_valid": source_valid, "eos": eos, "pad": pad}
+    given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype}
+    start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
+    if num_beams + len(start.eos) > cfg.vocab_size:
+        raise ValueError(
+            f"num_beams={num_beams} and {len(start.eos)} end ids are too many for a vocabulary of {cfg.vocab_size}"
+        )
     plan = _Plan(
         cfg=cfg,
         beams=num_beams,
         max_new_tokens=max_new_tokens,
-        slots=starts.room(cfg, int(lengths.max()), max_new_tokens),
-        eos=starts.ends(eos, pad, cfg),
-        pad=int(pad),
-        chunk=prefill_chunk,
+        slots=start.slots,
+        eos=start.eos,
+        pad=start.pad,
+        chunk=start.chunk,
         length_penalty=float(length_penalty),
         early_stopping=early_stopping,
-        cache_dtype=None if cache_dtype is None else dtype_name("cache_dtype", cache_dtype),
+        cache_dtype=start.cache_dtype,
     )
-    if num_beams + len(plan.eos) > cfg.vocab_size:
-        raise ValueError(f"num_beams={num_beams} and {len(plan.eos)} end ids are too many for a vocabulary of {cfg.vocab_size}")
-    source, source_valid = starts.read_source(source, source_valid, len(ids), cfg)
-    given = {} if source is None else {"source": source, "source_valid": source_valid}
-    best = _search(params, ids, lengths, given, plan=plan)
+    best = _search(params, start.ids, start.lengths, start.source, plan=plan)
     return Beams(best.tokens[:, :num_return], best.scores[:, :num_return], best.lengths[:, :num_return])
 
 
@@ -207,6 +207,3 @@ def _pick(hypotheses: _Hypotheses, order: jax.Array) -> _Hypotheses:
         return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
     return jax.tree.map(one, hypotheses)
-
-
-loop.PROGRAMS += [_search]

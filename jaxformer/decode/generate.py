@@ -15,7 +15,6 @@ from jaxformer.decode import prompts as starts
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
 from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
 from jaxformer.nn import model
-from jaxformer.record import dtype_name
 
 
 @struct.dataclass
@@ -69,29 +68,15 @@ def generate(
 
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
-    model.check(params, cfg)
     if not isinstance(draft, DraftModel | PromptLookup | None):
         raise ValueError(f"draft must be a DraftModel or a PromptLookup, not {type(draft).__name__}")
-    plan, arguments = prepare(
-        prompts,
-        cfg,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        eos=eos,
-        pad=pad,
-        valid=valid,
-        source=source,
-        source_valid=source_valid,
-        copies=1 if num_return is None else num_return,
-        top=top_logprobs,
-        chunk=prefill_chunk,
-        cache_dtype=cache_dtype,
-        ahead=0 if draft is None else draft.ahead,
-    )
+    given = {"valid": valid, "source": source, "source_valid": source_valid, "eos": eos, "pad": pad}
+    given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype, "ahead": 0 if draft is None else draft.ahead}
+    start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
+    plan, arguments = prepare(start, cfg, sampling, key, copies=1 if num_return is None else num_return, top=top_logprobs)
     if draft is None:
         return _shaped(_generate(params, *arguments, plan=plan), plan, num_return)
-    guessing, draft_params = _guessing(draft, cfg, int(arguments[1].max()), max_new_tokens)
+    guessing, draft_params = _guessing(draft, cfg, int(start.lengths.max()), max_new_tokens)
     out, offered, accepted = speculate(params, draft_params, *arguments, plan=plan, guessing=guessing)
     acceptance = accepted / jnp.maximum(offered, 1)
     acceptance = acceptance if num_return is None else acceptance.reshape(-1, num_return)
@@ -99,51 +84,31 @@ def generate(
 
 
 def prepare(
-    prompts,
-    cfg: ModelConfig,
-    *,
-    max_new_tokens,
-    sampling,
-    key,
-    eos,
-    pad,
-    valid,
-    source,
-    source_valid,
-    copies,
-    top,
-    chunk,
-    cache_dtype,
-    ahead,
+    start: starts.Start, cfg: ModelConfig, sampling: Any, key: Any, copies: int, top: int = 0
 ) -> tuple[loop.Plan, tuple]:
-    """What is to be compiled, and what it is called with: prompts, lengths, key, values of sampling, source. All checks."""
-    for name, number in (("num_return", copies), ("prefill_chunk", chunk)):
-        starts.positive(name, number)
+    """The ``loop.Plan`` to compile, and what it is called with: prompts, lengths, key, values of sampling, source."""
+    starts.positive("num_return", copies)
     if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= cfg.vocab_size:
         raise ValueError(f"top_logprobs={top!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
-    ids, lengths = starts.padded(prompts, valid, cfg, source)
-    slots = starts.room(cfg, int(lengths.max()), max_new_tokens, ahead)
-    ends = starts.ends(eos, pad, cfg)
-    methods, values = compile_sampling(sampling, len(ids), cfg.vocab_size, ends)
+    methods, values = compile_sampling(sampling, len(start.ids), cfg.vocab_size, start.eos)
     if not methods.greedy and key is None:
         raise ValueError("sampling needs key=jax.random.key(seed); temperature=0 is greedy and needs none")
     plan = loop.Plan(
         cfg=cfg,
-        max_new_tokens=max_new_tokens,
-        eos=ends,
-        pad=int(pad),
+        max_new_tokens=start.max_new_tokens,
+        eos=start.eos,
+        pad=start.pad,
         methods=methods,
-        slots=slots,
-        chunk=chunk,
+        slots=start.slots,
+        chunk=start.chunk,
         copies=copies,
         top=top,
-        cache_dtype=None if cache_dtype is None else dtype_name("cache_dtype", cache_dtype),
-        ahead=ahead,
+        cache_dtype=start.cache_dtype,
+        ahead=start.ahead,
     )
-    source, source_valid = starts.read_source(source, source_valid, len(ids), cfg)
-    given = {} if source is None else {"source": source, "source_valid": source_valid}
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
-    return plan, (ids, lengths, jax.random.key(0) if key is None else starts.random_key(key), values, given)
+    key = jax.random.key(0) if key is None else starts.random_key(key)
+    return plan, (start.ids, start.lengths, key, values, start.source)
 
 
 def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, max_new_tokens: int) -> tuple[Guessing, Any]:
@@ -175,6 +140,3 @@ def _shaped(out: loop.Emitted, plan: loop.Plan, num_return: int | None) -> Gener
     tops = (rows_first(out.top_tokens), rows_first(out.top_logprobs)) if plan.top else (None, None)
     alive = rows_first(out.alive)
     return Generated(rows_first(out.token), alive.sum(-1, dtype=jnp.int32), rows_first(out.logprob), *tops)
-
-
-loop.PROGRAMS += [_generate, speculate]

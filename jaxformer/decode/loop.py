@@ -15,15 +15,6 @@ from jaxformer.decode.sampling import History, Methods
 from jaxformer.nn import model
 
 BLOCK = 16  # steps between looks at whether every row has ended
-PROGRAMS: list[Any] = []
-"""The jitted functions of this package."""
-
-
-def compilations() -> int:
-    """How many programs decoding has compiled in this process: one for each size of batch, prompt and cache (the sizes are
-    few, ``prompts.bucket``), each set of methods of sampling, and each value of the other options (``max_new_tokens``, ``eos``,
-    ``num_return``, ...), however many prompts there were."""
-    return sum(program._cache_size() for program in PROGRAMS)
 
 
 @dataclass(frozen=True)

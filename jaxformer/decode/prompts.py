@@ -1,16 +1,71 @@
 """What generation starts from, checked before any work: prompts, ends, room, and shapes from a small set of sizes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
-from jaxformer.nn import inputs, rope
+from jaxformer.nn import inputs, model, rope
+from jaxformer.record import dtype_name
 
 LEAST_BUCKET = 16
+
+
+class Start(NamedTuple):
+    """What a generation starts from, all of it checked."""
+
+    ids: np.ndarray
+    """int32 [B, T], padded on the right to a bucket."""
+    lengths: np.ndarray
+    """int32 [B]"""
+    slots: int
+    """Length of the cache."""
+    max_new_tokens: int
+    eos: tuple[int, ...]
+    pad: int
+    chunk: int
+    """Prompt tokens read at a time."""
+    cache_dtype: str | None
+    ahead: int
+    """Tokens that may be taken back."""
+    source: dict[str, jax.Array]
+    """Keywords of the forward: ``source`` and ``source_valid``, or nothing."""
+
+
+def begin(
+    params: dict,
+    prompts: Any,
+    cfg: ModelConfig,
+    *,
+    max_new_tokens: int,
+    valid: Any,
+    source: Any,
+    source_valid: Any,
+    eos: int | Sequence[int],
+    pad: int,
+    prefill_chunk: int,
+    cache_dtype: Any,
+    ahead: int = 0,
+) -> Start:
+    """The start of a generation, with the arguments of ``generate``. Raises ValueError for anything wrong in them."""
+    model.check(params, cfg)
+    positive("prefill_chunk", prefill_chunk)
+    ids, lengths = padded(prompts, valid, cfg, source)
+    return Start(
+        ids=ids,
+        lengths=lengths,
+        slots=room(cfg, int(lengths.max()), max_new_tokens, ahead),
+        max_new_tokens=max_new_tokens,
+        eos=ends(eos, pad, cfg),
+        pad=int(pad),
+        chunk=prefill_chunk,
+        ahead=ahead,
+        cache_dtype=None if cache_dtype is None else dtype_name("cache_dtype", cache_dtype),
+        source=read_source(source, source_valid, len(ids), cfg),
+    )
 
 
 def bucket(length: int) -> int:
@@ -114,10 +169,10 @@ def random_key(key: Any) -> jax.Array:
     return key
 
 
-def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> tuple[Any, Any]:
-    """Source [B, S] and its validity, padded on the right to a bucket; None and None for a model without an encoder."""
+def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> dict[str, jax.Array]:
+    """``source`` and ``source_valid`` [B, S], padded on the right to a bucket; neither for a model without an encoder."""
     if not cfg.encoder_layers and source is None and source_valid is None:
-        return None, None
+        return {}
     ids, places = inputs.source(source, source_valid, rows, cfg)
     valid = jnp.ones(ids.shape, bool) if places.valid is None else jnp.broadcast_to(places.valid, ids.shape)
     length = ids.shape[1]
@@ -125,4 +180,4 @@ def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> 
     if cfg.position == "learned":
         wanted = min(wanted, cfg.max_length)
     pad = ((0, 0), (0, wanted - length))
-    return jnp.pad(ids, pad), jnp.pad(valid, pad)
+    return {"source": jnp.pad(ids, pad), "source_valid": jnp.pad(valid, pad)}

@@ -59,28 +59,15 @@ def stream(
     for text in stop:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
-    model.check(params, cfg)
-    ends = ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos
-    plan, arguments = prepare(
-        prompts,
-        cfg,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        eos=ends,
-        pad=max(tok.pad_id, 0),
-        valid=None,
-        source=source,
-        source_valid=source_valid,
-        copies=num_return,
-        top=0,
-        chunk=prefill_chunk,
-        cache_dtype=cache_dtype,
-        ahead=0,
-    )
-    ids, lengths = arguments[:2]
-    before = [[]] * len(ids) if prompts is None else [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-    rows = [_Row(tok, before[i // num_return], stop) for i in range(len(ids) * num_return)]
+    given = {"valid": None, "source": source, "source_valid": source_valid, "pad": max(tok.pad_id, 0)}
+    given |= {"eos": ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos}
+    given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype}
+    start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
+    plan, arguments = prepare(start, cfg, sampling, key, copies=num_return)
+    before = [row[:length].tolist() for row, length in zip(start.ids, start.lengths, strict=True)]
+    if prompts is None:  # the start token is not text
+        before = [[]] * len(before)
+    rows = [_Row(tok, before[i // num_return], stop) for i in range(len(before) * num_return)]
     return _stream(params, plan, arguments, rows, block)
 
 
@@ -143,9 +130,6 @@ def _start(params, prompts, lengths, key, values, source, *, plan):
 def _block(params, state, values, ended, *, plan, steps):
     state = state.replace(done=state.done | ended)
     return loop.block(params, state, values, plan, steps)
-
-
-loop.PROGRAMS += [_unstack, _start, _block]
 
 
 class Decoder:

@@ -40,6 +40,8 @@ def verify(
         legacy: Read config_legacy.json in place of config.json.
     """
     failed = False
+    if markdown:
+        print(f"| folder | {' | '.join(GROUPS)} |\n|{'---|' * (len(GROUPS) + 1)}")
     for folder in folders:
         values = read_json(folder / ("config_legacy.json" if legacy else "config.json"))
         cfg, params = load(folder, config=values)
@@ -60,20 +62,21 @@ def verify(
 
 
 GROUPS = {
-    "unpadded": "unpadded",
+    "unpadded": ", unpadded",
     "padded": ", padded",
-    "hidden": "coder ",
+    "hidden states": "coder ",
     "loss": "loss",
     "gradients": "gradient",
     "greedy": "greedy",
     "beams": "beam",
 }
+"""Column -> what its quantities have in their names."""
 
 
 def _line(name: str, rows: list) -> None:
     cells = []
     for part in GROUPS.values():
-        found = [row.relative for row in rows if part in row.quantity and not (part == ", padded" and "un" in row.quantity)]
+        found = [row.relative for row in rows if part in row.quantity]
         cells.append(f"{max(found):.0e}" if found else "")
     print(f"| {name} | " + " | ".join(cells) + " |")
 

@@ -58,7 +58,7 @@ def apply(
     def feed_forward(params, x_BTD, key):
         return mlp.apply(params, x_BTD, cfg)
 
-    if cfg.residual == "parallel" and memory is None:
+    if cfg.residual == "parallel":
         x_BTD = x_BTD + branch(x_BTD, "attention", self_attention) + branch(x_BTD, "mlp", feed_forward)
         return named(x_BTD, "out", "BTD", cfg)
     x_BTD = residual(x_BTD, "attention", self_attention)

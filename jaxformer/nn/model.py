@@ -77,8 +77,7 @@ def _init(cfg, key):
 
 def forward(params: dict, tokens, cfg: ModelConfig, *, cache=None, **given):
     """Next-token logits [B, T, V], float32. Keywords as ``hidden``'s; with a cache, the pair (logits, cache)."""
-    if not cfg.has_head:
-        raise ValueError("the model has no head (has_head=False), and so no logits: use hidden")
+    _require_head(cfg)
     out = hidden(params, tokens, cfg, cache=cache, **given)
     if cache is None:
         return head(params, out, cfg)
@@ -147,6 +146,7 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | 
 
 def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Logits [B, T, V] in float32, soft-capped if the config says so."""
+    _require_head(cfg)
     if cfg.scale_head:
         x_BTD = x_BTD * jnp.asarray(cfg.d_model**-0.5, x_BTD.dtype)
     with _precision(cfg):
@@ -163,6 +163,11 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return named(logits, "logits", "BTV", cfg)
+
+
+def _require_head(cfg: ModelConfig) -> None:
+    if not cfg.has_head:
+        raise ValueError("the model has no head (has_head=False), and so no logits: use hidden")
 
 
 def _transformed(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:

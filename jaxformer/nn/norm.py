@@ -37,10 +37,13 @@ def _rms_spec(cfg, dim="D"):
     return {"gain": gain(dim)}
 
 
-def _rms_apply(params, x, cfg):
+def _rms(x, cfg):
     x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + cfg.norm_eps)
-    return y.astype(x.dtype) * params["gain"].astype(x.dtype)  # after the cast, as LLaMA does
+    return x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + cfg.norm_eps)
+
+
+def _rms_apply(params, x, cfg):
+    return _rms(x, cfg).astype(x.dtype) * params["gain"].astype(x.dtype)  # after the cast, as LLaMA does
 
 
 def _rms_plus_spec(cfg, dim="D"):
@@ -48,9 +51,7 @@ def _rms_plus_spec(cfg, dim="D"):
 
 
 def _rms_plus_apply(params, x, cfg):
-    x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + cfg.norm_eps)
-    return (y * (1.0 + params["gain"].astype(jnp.float32))).astype(x.dtype)  # before the cast, as Gemma does
+    return (_rms(x, cfg) * (1.0 + params["gain"].astype(jnp.float32))).astype(x.dtype)  # before the cast, as Gemma does
 
 
 CHOICES = {
