@@ -1,11 +1,13 @@
 """The tensors of a folder, by name: what is there is known from the headers, and each is read when it is asked for."""
 
 import json
+import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.hf.fields import read_json
@@ -21,6 +23,9 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     file: Path
+    start: int = 0
+    """Of its bytes in the file."""
+    stop: int = 0
 
 
 class Tensors(Protocol):
@@ -40,7 +45,6 @@ class Safetensors:
     """One file, or the shards that an index names."""
 
     def __init__(self, folder: Path):
-        self._open: dict[Path, Any] = {}
         index = folder / INDEX
         if index.exists():
             self.entries = self._sharded(folder, index)
@@ -72,13 +76,16 @@ class Safetensors:
         return found
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor of that name, from the mapped file."""
-        from safetensors import safe_open
-
+        """The tensor of that name: the file's own bytes, mapped for as long as the array lives, not to be written to."""
         entry = self.entries[name]
-        if entry.file not in self._open:
-            self._open[entry.file] = safe_open(entry.file, "np")
-        return self._open[entry.file].get_tensor(name)
+        before = entry.start % mmap.ALLOCATIONGRANULARITY
+        dtype = jnp.dtype(entry.dtype)
+        if entry.start == entry.stop:
+            return np.zeros(entry.shape, dtype)
+        with entry.file.open("rb") as file:
+            length = entry.stop - entry.start + before
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=entry.start - before)
+        return np.frombuffer(mapped, dtype, offset=before).reshape(entry.shape)
 
 
 def _header(path: Path) -> dict[str, Entry]:
@@ -94,27 +101,31 @@ def _header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", start)
             if length > min(LONGEST_HEADER, size - 8):
                 raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
-            _unique(file.read(length))
-        with safe_open(path, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            entries = {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            header = _unique(file.read(length))
+        with safe_open(path, "np"):  # which sees to it that the offsets are in order, and the file as long as they say
+            header.pop("__metadata__", None)
+        data = 8 + length
+        entries = {
+            name: Entry(tuple(h["shape"]), h["dtype"], path, *(data + at for at in h["data_offsets"]))
+            for name, h in header.items()
+        }
     except (ValueError, OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    unknown = [f"{name} ({dtype})" for name, (_, dtype) in entries.items() if dtype not in DTYPES]
+    unknown = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in DTYPES]
     # Integers may be buffers, which are never read.
     if strange := [text for text in unknown if not text.endswith(("(I64)", "(I32)", "(BOOL)", "(U8)"))]:
         raise ValueError(f"{path}: dtypes that are not supported: {', '.join(strange)}; supported: {', '.join(DTYPES)}")
-    return {name: Entry(shape, DTYPES.get(dtype, dtype), path) for name, (shape, dtype) in entries.items()}
+    return {name: entry._replace(dtype=DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()}
 
 
-def _unique(header: bytes) -> None:
+def _unique(header: bytes) -> dict[str, Any]:
     def check(pairs):
         names = [name for name, _ in pairs]
         if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
             raise ValueError(f"{', '.join(twice)} occurs twice in its header")
         return dict(pairs)
 
-    json.loads(header, object_pairs_hook=check)
+    return json.loads(header, object_pairs_hook=check)
 
 
 class Msgpack:

@@ -1,22 +1,23 @@
 """A published folder as our config and parameters: every field honoured, every tensor used, or refused by name."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jaxformer import spec as specs
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.hf import encoders, files, gemma, gpt, llama
 from jaxformer.hf.fields import Fields, read_json
+from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
+from jaxformer.hf.place import Placer, blocks
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model
 from jaxformer.spec import Param
@@ -25,31 +26,35 @@ FAMILIES = {family.model_type: family for family in (*llama.FAMILIES, *gemma.FAM
 
 
 def load(
-    folder: str | Path, dtype: Any = None, ignore: Sequence[str] = (), config: dict[str, Any] | None = None
+    folder: str | Path,
+    dtype: Any = None,
+    ignore: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    config: dict[str, Any] | None = None,
+    shardings: Any = None,
 ) -> tuple[ModelConfig, dict]:
     """``cfg, params`` of a Hugging Face folder: config.json and safetensors (one file or shards), or flax_model.msgpack.
 
-    dtype: that the parameters get and the model computes in; the file's unless given. ignore: patterns (re) of tensors that may
-    be there without being used. config: the fields to go by, in place of config.json.
+    folder: its path, or a hub's id of it; revision then pins a branch, tag or commit. dtype: that the parameters get and the
+    model computes in; the file's unless given. ignore: patterns (re) of tensors that may be there without being used.
+    config: the fields to go by, in place of config.json. shardings: a tree of ``NamedSharding`` like the parameters; each is
+    read, block by block, straight to its shards.
 
     Raises FileNotFoundError where something is missing; ValueError, before any tensor is read, for a config field that
     would not be honoured, and with a list for tensors that are missing, not used, or of another shape.
     """
-    folder = Path(folder)
+    folder = locate(folder, revision)
     values = read_json(folder / "config.json") if config is None else config
     tensors = files.find(folder)
     family, cfg = read_config(values, tensors.entries.keys())
     kept = _dtype(tensors) if dtype is None else jnp.dtype(dtype).name
     cfg = dataclasses.replace(cfg, dtype=kept, param_dtype=kept)
     sources = resolve(family, cfg, tensors, ignore)
-    params: dict[str, Any] = {}
-    for path, param in specs.walk(model.spec(cfg)):
-        *parents, last = path.split(".")
-        place = params
-        for name in parents:
-            place = place.setdefault(name, {})
-        place[last] = _read(sources[path], param, cfg, tensors)
-    return cfg, params
+    placed = {} if shardings is None else dict(specs.walk(shardings))
+    with Placer(tensors, cfg) as placer:
+        arrays = {path: placer.array(sources[path], param, placed.get(path)) for path, param in specs.walk(model.spec(cfg))}
+    return cfg, unflatten_dict(arrays, sep=".")
 
 
 def read_config(values: dict[str, Any], names: Collection[str]) -> tuple[Family, ModelConfig]:
@@ -111,21 +116,5 @@ def resolve(family: Family, cfg: ModelConfig, tensors: files.Tensors, ignore: Se
 
 def _check_same(name: str, other: str, tensors: files.Tensors) -> None:
     a, b = tensors.read(name), tensors.read(other)
-    if a.shape != b.shape or not np.array_equal(a, b):
+    if a.shape != b.shape or not all(np.array_equal(a[at], b[at]) for at in blocks(a)):
         raise ValueError(f"{name} must be the same as {other}, to which the config ties it; it is another tensor")
-
-
-def _read(sources: list[Source], param: Param, cfg: ModelConfig, tensors: files.Tensors) -> jax.Array:
-    """One of our tensors. Stacked ones are filled layer by layer in place: no more than one of the file's is in memory."""
-    sizes, dtype = sizes_of(param, cfg), jnp.dtype(param.dtype or cfg.param_dtype)
-    if not param.dims.startswith("L"):
-        return jnp.asarray(np.ascontiguousarray(sources[0].take(tensors.read(sources[0].name), param.dims, sizes)), dtype)
-    out = jnp.zeros(param.shape(cfg), dtype)
-    for number, source in enumerate(sources):
-        out = _put(out, np.ascontiguousarray(source.take(tensors.read(source.name), param.dims[1:], sizes)), number)
-    return out
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(out, part, number):
-    return out.at[number].set(part.astype(out.dtype))

@@ -1,0 +1,126 @@
+"""Our arrays out of a file's tensors: transposed, cast and placed on their shards a block at a time, so that memory holds the
+arrays and little else."""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxformer.config import ModelConfig
+from jaxformer.hf.files import Tensors
+from jaxformer.hf.layout import Source
+from jaxformer.spec import Param
+
+BLOCK = 4 << 20  # bytes that are transposed at a time: the CPU's caches hold them
+ALIGNMENT = 64  # bytes; a host array that starts so becomes a CPU's array without being copied
+
+
+class Placer:
+    """Reads tensors with the threads of all cores; a context manager."""
+
+    def __init__(self, tensors: Tensors, cfg: ModelConfig):
+        self._tensors, self._cfg = tensors, cfg
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._pool.shutdown()
+
+    def array(self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None = None) -> jax.Array:
+        """``param``'s array, on its shards (the default device unless given). sources: of each layer, or the only one."""
+        device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+        on_host = device.platform == "cpu"
+        stacked = param.dims.startswith("L")
+        if on_host or not stacked:
+            return self._whole(sources, param, sharding)
+        return self.by_layer(sources, param, sharding)
+
+    def by_layer(self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None) -> jax.Array:
+        """A stacked array of an accelerator, of which the host never has more than a layer."""
+        out = jnp.zeros(param.shape(self._cfg), self._dtype(param), device=sharding)
+        one = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        for number, source in enumerate(sources):
+            layer = self._whole([source], param, one, dims=param.dims[1:])
+            out = _put(out, layer, number)
+        return out
+
+    def _dtype(self, param: Param):
+        return jnp.dtype(param.dtype or self._cfg.param_dtype)
+
+    def _whole(
+        self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None, dims: str | None = None
+    ) -> jax.Array:
+        dims = param.dims if dims is None else dims
+        sizes = self._cfg.sizes | dict(param.sizes)
+        shape = tuple(sizes[letter] for letter in dims)
+
+        def fill(index: Any) -> np.ndarray:
+            out = _aligned([len(range(*at.indices(size))) for at, size in zip(index, shape, strict=True)], self._dtype(param))
+            if not dims.startswith("L"):
+                self._copy(out, sources[0], dims, sizes, index)
+                return out
+            for row, source in zip(out, sources[index[0]], strict=True):
+                self._copy(row, source, dims[1:], sizes, index[1:])
+            return out
+
+        if sharding is None:
+            return jax.device_put(fill((slice(None),) * len(shape)))
+        return jax.make_array_from_callback(shape, sharding, fill)
+
+    def _copy(self, out: np.ndarray, source: Source, dims: str, sizes: dict[str, int], index: tuple[slice, ...]) -> None:
+        view = source.take(self._tensors.read(source.name), dims, sizes)[index]
+        for _ in self._pool.map(functools.partial(_copy_block, out, view), blocks(view)):
+            pass
+
+
+def blocks(view: np.ndarray) -> list[tuple[slice, ...]]:
+    """Indices that cut an array into parts of about ``BLOCK`` bytes along the axis that is outermost in its file."""
+    if not view.ndim or not view.size:
+        return [()]
+    axis = max(range(view.ndim), key=lambda a: abs(view.strides[a]) * (view.shape[a] > 1))
+    rows = max(1, BLOCK * view.shape[axis] // view.nbytes)
+    return [(slice(None),) * axis + (slice(start, start + rows),) for start in range(0, view.shape[axis], rows)]
+
+
+def _copy_block(out: np.ndarray, view: np.ndarray, at: tuple[slice, ...]) -> None:
+    """XLA transposes on the way to a device, and casts there, ten times faster than numpy copies what is transposed."""
+    block, host = view[at], _host()
+    if host is None or block.itemsize > 4 or not block.flags.aligned or (block.flags.c_contiguous and block.dtype == out.dtype):
+        out[at] = block
+        return
+    placed = jax.device_put(block, host)
+    out[at] = np.asarray(placed if block.dtype == out.dtype else _cast(placed, out.dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(block, dtype):
+    return block.astype(dtype)
+
+
+@functools.cache
+def _host() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # started with accelerators alone
+        return None
+
+
+def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(out, part, number):
+    return jax.lax.dynamic_update_index_in_dim(out, part, number, 0)
