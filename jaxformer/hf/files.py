@@ -88,6 +88,16 @@ class Safetensors:
         return np.frombuffer(mapped, dtype, offset=before).reshape(entry.shape)
 
 
+def let_go(array: np.ndarray) -> None:
+    """Takes the pages of a mapped tensor out of this process's memory; they are read again where they are needed again."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    base = base.obj if isinstance(base, memoryview) else base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
+
+
 def _header(path: Path) -> dict[str, Entry]:
     """What a safetensors file says it holds. Raises ValueError with the file's name before anything large is allocated."""
     from safetensors import SafetensorError, safe_open

@@ -14,18 +14,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
-from jaxformer.hf.files import Tensors
+from jaxformer.hf import files
 from jaxformer.hf.layout import Source
 from jaxformer.spec import Param
 
 BLOCK = 4 << 20  # bytes that are transposed at a time: the CPU's caches hold them
+AT_ONCE = 8  # blocks, after which what was read of the file is let go
 ALIGNMENT = 64  # bytes; a host array that starts so becomes a CPU's array without being copied
 
 
 class Placer:
     """Reads tensors with the threads of all cores; a context manager."""
 
-    def __init__(self, tensors: Tensors, cfg: ModelConfig):
+    def __init__(self, tensors: files.Tensors, cfg: ModelConfig):
         self._tensors, self._cfg = tensors, cfg
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
@@ -77,9 +78,12 @@ class Placer:
         return jax.make_array_from_callback(shape, sharding, fill)
 
     def _copy(self, out: np.ndarray, source: Source, dims: str, sizes: dict[str, int], index: tuple[slice, ...]) -> None:
-        view = source.take(self._tensors.read(source.name), dims, sizes)[index]
-        for _ in self._pool.map(functools.partial(_copy_block, out, view), blocks(view)):
-            pass
+        stored = self._tensors.read(source.name)
+        view = source.take(stored, dims, sizes)[index]
+        todo = blocks(view)
+        for start in range(0, len(todo), AT_ONCE):
+            list(self._pool.map(functools.partial(_copy_block, out, view), todo[start : start + AT_ONCE]))
+            files.let_go(stored)
 
 
 def blocks(view: np.ndarray) -> list[tuple[slice, ...]]:
