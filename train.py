@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxformer import data, evaluate, run
+from jaxformer import data, evaluate, pretrained, run
 from jaxformer import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel.data import PLACEMENTS, Placement
@@ -26,8 +26,9 @@ DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
 
 def main(config: run.Config) -> None:
+    config, pretrained_tok, read = pretrained.begin(config)
     directory, tok, changes = run.open_run(config)
-    corpus = data.load(config.data, tok)
+    corpus = data.load(config.data, tok or pretrained_tok)
     tok = corpus.tokenizer
     cfg = run.fit_tokenizer(config.model, tok)
     config = dataclasses.replace(config, model=cfg)
@@ -43,7 +44,7 @@ def main(config: run.Config) -> None:
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
     run.write_run(directory, config, tok)  # now that nothing is refused any more
-    state = placement.put_state(fresh() if restored is None else restored)
+    state = placement.put_state(restored or fresh(params=read and read()))
 
     began = time.perf_counter()
     compiled = jax.jit(make_evaluate(cfg))

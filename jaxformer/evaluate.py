@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.decode.generate import generate
-from jaxformer.decode.sampling import GREEDY, Sampling
+from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.training.loss import means
 
 
@@ -32,11 +32,11 @@ def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_by
 
 def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
     """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
-    encoded = [tok.encode(text) for text in sources]
+    encoded = [tok.encode_prompt(text) for text in sources]
     width = max(map(len, encoded), default=0)
     ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)
     valid = np.arange(width) < np.array([len(ids) for ids in encoded])[:, None]
-    outputs = []
+    outputs, sampling = [], only_below(GREEDY, tok.vocab_size, cfg.vocab_size)
     for start in range(0, len(sources), batch_size):
         rows = slice(start, start + batch_size)
         out = generate(
@@ -44,6 +44,7 @@ def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], l
             None,
             cfg,
             max_new_tokens=length,
+            sampling=sampling,
             eos=(tok.eos_id,),
             pad=tok.pad_id,
             source=ids[rows],
@@ -64,9 +65,9 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
 
     Beyond ``cfg.max_length`` the model goes on from the last half of that: no position is used that it was not made for.
     """
-    sampling = Sampling(temperature=temperature) if temperature else GREEDY
+    sampling = only_below(Sampling(temperature=temperature) if temperature else GREEDY, tok.vocab_size, cfg.vocab_size)
     ends = (tok.eos_id,) if tok.eos_id >= 0 else ()
-    text, key = tok.encode(prompt) or [*ends, tok.pad_id][:1], jax.random.key(seed)
+    text, key = tok.encode_prompt(prompt) or [*ends, tok.pad_id][:1], jax.random.key(seed)
     goal = len(text) + tokens
     while len(text) < goal:
         read = text if len(text) < cfg.max_length else text[-max(1, cfg.max_length // 2) :]

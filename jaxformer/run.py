@@ -7,7 +7,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from jaxformer import spec as specs
 from jaxformer.component import nearest
@@ -57,6 +59,22 @@ class TrainConfig(Strict):
 
 
 @dataclass(frozen=True)
+class InitConfig(Strict):
+    """What training begins from."""
+
+    folder: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """A run directory, a Hugging Face folder or a hub's id, whose model is trained further: it decides the architecture and the
+    tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub's id."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.revision is not None and self.folder is None:
+            raise ValueError("init.revision goes with init.from, the id of a hub")
+
+
+@dataclass(frozen=True)
 class Config(Strict):
     """A whole run."""
 
@@ -68,6 +86,8 @@ class Config(Strict):
     """How it is optimised."""
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     """How long, and what to show."""
+    init: InitConfig = dataclasses.field(default_factory=InitConfig)
+    """What to begin from."""
     run_dir: str = ""
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
 
@@ -81,14 +101,19 @@ max_length of a learned table is another shape, which the checkpoint refuses).""
 
 def parse(arguments: list[str], default: Path) -> Config:
     """``[CONFIG.py] [--field value ...]`` as a config; ``--help`` explains every field."""
-    import tyro
-
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
     config, description = read_config(path)
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    return tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
+    asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
+    if asked.init.folder is not None:
+        old, new = _fields(config.model), _fields(asked.model)
+        decided = [name for name in new if name not in EXECUTION_FIELDS[:-1] + ("param_dtype",) and old[name] != new[name]]
+        if decided:
+            flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
+            raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
+    return asked
 
 
 def read_config(path: Path) -> tuple[Config, str]:

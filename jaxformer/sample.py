@@ -1,7 +1,7 @@
 """Text from a trained model: ``python -m jaxformer.sample RUN "prompt"``. ``--help`` explains every option.
 
 A prompt is continued, as it comes; ``--interactive`` asks for one after another; ``--file`` takes one a line, in batches, and
-gives JSON lines. An encoder–decoder translates what it is given.
+gives JSON lines. An encoder–decoder translates what it is given. ``--chat`` answers, where the model has a chat template.
 """
 
 import dataclasses
@@ -19,18 +19,17 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer import hf, run
-from jaxformer.config import ModelConfig
-from jaxformer.data import tokenizer
+from jaxformer import pretrained
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
-from jaxformer.hf.fields import read_json
 from jaxformer.nn import model
 from jaxformer.record import Strict, within
 
 DEFAULT = Sampling(temperature=0.8)
+Prompt = str | list[dict[str, str]]
+"""Text, or with --chat a conversation too: its messages, the last a user's."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,16 @@ class Options(Strict):
     """What to load, what to continue, and how."""
 
     run: tyro.conf.Positional[Path]
-    """Directory that train.py wrote, or a Hugging Face folder with its tokenizer.model."""
+    """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
     prompt: tyro.conf.Positional[str | None] = None
     """What to continue, or to translate; standard input unless given."""
     interactive: bool = False
     """Ask for one prompt after another; Ctrl-D ends."""
     file: Path | None = None
     """A file with a prompt a line."""
+    chat: bool = False
+    """A prompt is what a user says, and only the answer is shown. With --interactive the conversation goes on; an empty line
+    begins another."""
     out: Path | None = None
     """Where the JSON lines of --file go, standard output unless given. What an interrupted call wrote is gone on from."""
     n: int = 1
@@ -70,26 +72,20 @@ class Options(Strict):
         within(self, 0, math.inf, "num_beams", "seed")
         if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
             raise ValueError("give one of: a prompt, --interactive, --file")
+        if self.chat and self.interactive and self.n > 1:
+            raise ValueError("a conversation goes on from one answer: --n 1")
         if self.out is not None and self.file is None:
             raise ValueError("--out goes with --file")
         if self.file is not None and not self.file.is_file():
             raise ValueError(f"no file {self.file}")
 
 
-def open_model(folder: Path) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of a run, or of a published folder."""
-    path = folder / "config.json"
-    if path.is_file() and "model_type" in read_json(path):
-        return *hf.load(folder), tokenizer.load(folder)
-    return run.load(folder)
-
-
 class Writer:
     """A loaded model, and what it makes of prompts."""
 
     def __init__(self, options: Options):
-        self.cfg, params, self.tok = open_model(options.run)
-        self.options = options
+        self.cfg, params, self.tok = pretrained.load(options.run)
+        self.options, self._eos = options, pretrained.ends(options.run, self.tok)
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
         self.asked = 0
@@ -99,35 +95,26 @@ class Writer:
         if self._beams and options.n > self._beams:
             raise ValueError(f"--n {options.n} is more than --num-beams {self._beams}")
 
-    def pieces(self, prompts: Sequence[str]) -> Iterator[tuple[int, str, str, int]]:
+    def pieces(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str, str, int]]:
         """``(row, text, why it ended or "", tokens)`` as they come; row r·n + i is output i of prompt r."""
         options, tok = self.options, self.tok
-        ids = [self._encode(text) for text in prompts]
+        ids = [self.encode(prompt) for prompt in prompts]
         given: dict[str, Any] = {}
         if self.cfg.encoder_layers:
             width = max(map(len, ids))
             source = np.array([row + [max(tok.pad_id, 0)] * (width - len(row)) for row in ids])
             given = {"source": source, "source_valid": np.arange(width) < np.array([len(row) for row in ids])[:, None]}
+        starts = None if given else ids
         if self._beams:
-            yield from self._searched(None if given else ids, given)
+            yield from self._searched(starts, given)
             return
         key = jax.random.fold_in(jax.random.key(options.seed), self.asked)
         self.asked += len(prompts)  # the next prompts draw anew
-        for piece in stream(
-            self._params,
-            None if given else ids,
-            self.cfg,
-            tok,
-            max_new_tokens=options.max_new_tokens,
-            stop=options.stop,
-            sampling=options.sampling,
-            key=key,
-            num_return=options.n,
-            **given,
-        ):
+        given |= {"sampling": options.sampling, "key": key, "num_return": options.n, "stop": options.stop, "eos": self._eos}
+        for piece in stream(self._params, starts, self.cfg, tok, max_new_tokens=options.max_new_tokens, **given):
             yield piece.row, piece.text, piece.finish, len(piece.tokens)
 
-    def outputs(self, prompts: Sequence[str]) -> list[list[dict[str, Any]]]:
+    def outputs(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]]]:
         """For each prompt, n whole outputs: text, finish, tokens."""
         found = [[{"text": "", "finish": "", "tokens": 0} for _ in range(self.options.n)] for _ in prompts]
         for row, text, finish, tokens in self.pieces(prompts):
@@ -140,55 +127,59 @@ class Writer:
         options = dataclasses.replace(self.options, run=self.options.run.resolve(), file=None, out=None)
         return hashlib.sha256(repr(options).encode()).hexdigest()[:12]
 
-    def _encode(self, text: str) -> list[int]:
-        ids = self.tok.encode(text)
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens to go on from. Raises ValueError for a prompt that cannot be had."""
+        if self.options.chat:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return self.tok.encode_chat(messages, add_generation_prompt=True)
+        ids = self.tok.encode_prompt(prompt)
         return ids or [next(i for i in (self.tok.bos_id, self.tok.eos_id, self.tok.pad_id, 0) if i >= 0)]
 
     def _searched(self, ids: list[list[int]] | None, given: dict) -> Iterator[tuple[int, str, str, int]]:
         options, tok = self.options, self.tok
-        out = beam_search(
-            self._params,
-            ids,
-            self.cfg,
-            num_beams=self._beams,
-            num_return=options.n,
-            max_new_tokens=options.max_new_tokens,
-            length_penalty=options.length_penalty,
-            eos=(tok.eos_id,) if tok.eos_id >= 0 else (),
-            pad=max(tok.pad_id, 0),
-            **given,
-        )
+        given |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
+        given |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        out = beam_search(self._params, ids, self.cfg, **given)
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
-            ended = line[length - 1] == tok.eos_id
+            ended = line[length - 1] in self._eos
             text = tok.decode(line[: length - ended].tolist())
             yield row, text, "eos" if ended else "length", int(length)
 
 
-def show(writer: Writer, prompt: str) -> None:
-    """Writes what becomes of one prompt to standard output: one output as it comes, several one after another."""
+def show(writer: Writer, prompt: Prompt) -> str:
+    """Writes what comes of one prompt to standard output: one as it comes, several one after another. Returns the one."""
+    before = "" if writer.cfg.encoder_layers or writer.options.chat else prompt
     if writer.options.n == 1:
-        if not writer.cfg.encoder_layers:
-            print(prompt, end="", flush=True)
+        print(before, end="", flush=True)
+        pieces = []
         for _, text, _, _ in writer.pieces([prompt]):
             print(text, end="", flush=True)
+            pieces.append(text)
         print()
-        return
+        return "".join(pieces)
     for number, one in enumerate(writer.outputs([prompt])[0], start=1):
         print(f"--- {number} of {writer.options.n} ({one['finish']})")
-        print(("" if writer.cfg.encoder_layers else prompt) + one["text"])
+        print(f"{before}{one['text']}")
+    return ""
 
 
 def ask(writer: Writer) -> None:
     """One prompt after another, until the input ends."""
+    said: list[dict[str, str]] = []
     while True:
         try:
             prompt = input("> ")
         except EOFError:
             print()
             return
+        if writer.options.chat and not prompt:
+            said = []
+            continue
+        asked = [*said, {"role": "user", "content": prompt}]
         try:
-            show(writer, prompt)
+            answer = show(writer, asked if writer.options.chat else prompt)
+            said = [*asked, {"role": "assistant", "content": answer}]
         except ValueError as error:  # this prompt cannot be had; the next may
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
@@ -205,11 +196,9 @@ def write_all(writer: Writer) -> None:
     prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
     if not any(prompts):
         raise ValueError(f"{options.file} is empty: it needs a prompt a line")
-    if not prompts:
-        raise ValueError(f"{options.file} is empty: it needs a prompt a line")
     for number, prompt in enumerate(prompts, start=1):
         try:
-            writer.tok.encode(prompt)  # what cannot be had is said now, not after an hour
+            writer.encode(prompt)  # what cannot be had is said now, not after an hour
         except ValueError as error:
             raise ValueError(f"{options.file}, line {number}: {error}") from error
     settings = writer.settings()

@@ -31,11 +31,12 @@ LAYERS = [
     ["data"],
     ["evaluate", "run"],
     ["hf"],
+    ["pretrained"],
     ["sample"],
 ]
 """A file imports only from rooms above its own in this list, or from its own."""
 ROOM = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tyro", "tensorboardX")
+HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tensorboardX")
 
 
 def name(path):

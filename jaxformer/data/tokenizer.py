@@ -6,14 +6,11 @@ back every text exactly. (SentencePiece itself writes a space as U+2581 and so r
 fallback that leave spaces alone spell that one character by its bytes here.)
 """
 
-import functools
-import hashlib
 import itertools
 import json
-import operator
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,68 +18,11 @@ import numpy as np
 
 from jaxformer.component import nearest
 from jaxformer.data import cache, pieces
+from jaxformer.data.base import Tokenizer
+from jaxformer.data.published import Published
 
 KINDS = ("bpe", "unigram", "char", "byte")
 _SPACE = "\u2581"
-
-
-class Tokenizer:
-    """What every tokenizer has. Ids are 0 to ``vocab_size - 1``; bos_id or eos_id is -1 where the model has none."""
-
-    kind: str
-    vocab_size: int
-    pad_id: int
-    bos_id: int
-    eos_id: int
-    exact: bool = True
-    """decode(encode(text)) == text for every text, and text may be cut anywhere and encoded in parts."""
-    file: str = "tokenizer.json"
-    """Name of the file that ``save`` writes."""
-
-    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of ``text``, between bos and eos where asked. Raises ValueError for text that has no ids."""
-        if not isinstance(text, str):
-            raise ValueError(f"encode takes a str, not {type(text).__name__}")
-        for name, wanted in (("bos", bos), ("eos", eos)):
-            if wanted and getattr(self, f"{name}_id") < 0:
-                raise ValueError(f"this {self.kind} tokenizer has no {name} id")
-        return [self.bos_id] * bos + self.encode_batch([text])[0] + [self.eos_id] * eos
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of every text, without bos and eos."""
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``; pad, bos and eos are skipped. Raises ValueError for an id outside the vocabulary."""
-        ids = [operator.index(i) for i in ids]
-        for at, i in enumerate(ids):
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i} at index {at} is outside the vocabulary of {self.vocab_size}")
-        skipped = (self.pad_id, self.bos_id, self.eos_id)
-        return self._decode([i for i in ids if i not in skipped])
-
-    def _decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
-
-    @property
-    def token_bytes(self) -> np.ndarray:
-        """[V] int32: UTF-8 bytes that each id stands for; 0 for control and unknown ids."""
-        raise NotImplementedError
-
-    def serialized(self) -> bytes:
-        """Content of the file that ``save`` writes."""
-        raise NotImplementedError
-
-    @functools.cached_property
-    def content_hash(self) -> str:
-        """Hex hash of all that decides how text is encoded."""
-        return hashlib.sha256(self.serialized()).hexdigest()
-
-    def save(self, directory: str | os.PathLike) -> Path:
-        """Writes tokenizer.model or tokenizer.json into ``directory`` and returns its path, which ``load`` takes."""
-        path = Path(directory) / self.file
-        cache.write(path, self.serialized())
-        return path
 
 
 class Characters(Tokenizer):
@@ -185,7 +125,8 @@ class SentencePiece(Tokenizer):
 
 
 def load(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer in ``path``: a SentencePiece .model, what ``save`` wrote, a folder that holds either, or "byte".
+    """The tokenizer in ``path``: a SentencePiece .model, the tokenizer.json of a published model (the files that belong to
+    it are read from its folder), what ``save`` wrote, a folder that holds one of these, or "byte".
 
     Raises ValueError where there is none, or where the file is damaged or of another kind.
     """
@@ -195,7 +136,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
     if str(path) in KINDS and not found.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
     if found.is_dir():
-        names = [name for name in (SentencePiece.file, Tokenizer.file) if (found / name).is_file()]
+        # The models that have both were made with the .model; tokenizer.json is what transformers uses.
+        names = [name for name in (Tokenizer.file, SentencePiece.file) if (found / name).is_file()]
         if not names:
             raise ValueError(f"folder {path} holds neither {SentencePiece.file} nor {Tokenizer.file}")
         found = found / names[0]
@@ -205,7 +147,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
         raise ValueError(f"tokenizer {path!s} does not exist{hint if 'did you mean' in hint else ''}")
     data = found.read_bytes()
     try:
-        return _from_json(data) if found.suffix == ".json" else SentencePiece(data)
+        return _from_json(data, found.parent) if found.suffix == ".json" else SentencePiece(data)
     except ValueError as error:
         raise ValueError(f"{found}: {error}") from error
 
@@ -233,7 +175,7 @@ def train(kind: str, texts: Sequence[str], vocab_size: int = 4096) -> Tokenizer:
     return SentencePiece(cache.cached("tokenizer", name, lambda: pieces.train(kind, sample, vocab_size)))
 
 
-def _from_json(data: bytes) -> Tokenizer:
+def _from_json(data: bytes, folder: Path) -> Tokenizer:
     try:
         saved = json.loads(data)
     except ValueError as error:
@@ -244,5 +186,5 @@ def _from_json(data: bytes) -> Tokenizer:
     if kind == "char" and isinstance(saved.get("characters"), str):
         return Characters(saved["characters"])
     if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
-        raise ValueError("a Hugging Face tokenizer; give the family's SentencePiece .model instead")
+        return Published.from_folder(data, folder)
     raise ValueError("not a saved tokenizer (no kind of 'char' or 'byte')")

@@ -4,6 +4,7 @@ The order is: repetition, presence and frequency penalties; bias and bans; minim
 top-k; top-p; min-p; typical. Each works on what those before it have left.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,19 @@ class Sampling(Strict):
 
 
 GREEDY = Sampling(temperature=0.0)
+
+
+def only_below(sampling: Sampling | Sequence[Sampling], size: int, vocab: int) -> Sampling | Sequence[Sampling]:
+    """``sampling`` that never chooses an id from ``size`` on: a model may have more rows, ``vocab``, than its tokenizer ids."""
+    if size >= vocab:
+        return sampling
+
+    def one(each: Any) -> Any:
+        is_one = isinstance(each, Sampling)
+        return dataclasses.replace(each, banned=(*each.banned, *range(size, vocab))) if is_one else each
+
+    return one(sampling) if isinstance(sampling, Sampling) else [one(each) for each in sampling]
+
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NARROWING = ("top_k", "top_p", "min_p", "typical_p")

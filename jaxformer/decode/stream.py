@@ -12,7 +12,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.decode.generate import prepare
-from jaxformer.decode.sampling import GREEDY, Sampling
+from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.nn import model, stack
 
 _UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
@@ -48,8 +48,8 @@ def stream(
     block: int = 4,
 ) -> Iterator[Piece]:
     """Yields the text of ``generate``, with whose arguments it goes, in ``Piece``s as it comes; row r·num_return + n is the
-    n-th of prompt r. tok: the tokenizer that decodes. stop: texts that end a row where one appears, without it. eos: the
-    tokenizer's unless given. block: tokens between two looks at what has come.
+    n-th of prompt r. tok: the tokenizer that decodes; ids that it does not have are not chosen. stop: texts that end a row
+    where one appears, without it. eos: the tokenizer's unless given. block: tokens between two looks at what has come.
 
     Everything wrong is refused before the first piece is asked for.
     """
@@ -63,6 +63,7 @@ def stream(
     given |= {"eos": ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos}
     given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype}
     start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
+    sampling = only_below(sampling, tok.vocab_size, cfg.vocab_size)
     plan, arguments = prepare(start, cfg, sampling, key, copies=num_return)
     before = [row[:length].tolist() for row, length in zip(start.ids, start.lengths, strict=True)]
     if prompts is None:  # the start token is not text

@@ -30,7 +30,12 @@ def locate(where: str | os.PathLike, revision: str | None = None) -> Path:
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
     except ImportError as error:
         raise FileNotFoundError(f"{name} is not a folder; to download it from a hub, install jaxformer[hf]") from error
     missing = f"{name} is neither a folder nor"
@@ -45,7 +50,7 @@ def _download(name: str, revision: str | None) -> Path:
             f"{missing} downloaded already, and the hub cannot be reached. Where there is a network: hf download {name}{at} "
             f"config.json 'model*.safetensors*' 'tokenizer*' --local-dir FOLDER; then give FOLDER"
         ) from error
-    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" with a revision {revision!r}" if revision else ""
         raise FileNotFoundError(f"{missing} a model{at} that the hub would show: {error}") from error
     except HfHubHTTPError as error:

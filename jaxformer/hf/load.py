@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,19 @@ def load(
     Raises FileNotFoundError where something is missing; ValueError, before any tensor is read, for a config field that
     would not be honoured, and with a list for tensors that are missing, not used, or of another shape.
     """
+    cfg, read = prepare(folder, dtype, ignore, revision=revision, config=config)
+    return cfg, read(shardings)
+
+
+def prepare(
+    folder: str | Path,
+    dtype: Any = None,
+    ignore: Sequence[str] = (),
+    *,
+    revision: str | None = None,
+    config: dict[str, Any] | None = None,
+) -> tuple[ModelConfig, Callable[..., dict]]:
+    """The first half of ``load``, with its arguments and errors: the config, and a function of ``shardings`` that reads."""
     folder = locate(folder, revision)
     values = read_json(folder / "config.json") if config is None else config
     tensors = files.find(folder)
@@ -51,10 +64,15 @@ def load(
     kept = _dtype(tensors) if dtype is None else jnp.dtype(dtype).name
     cfg = dataclasses.replace(cfg, dtype=kept, param_dtype=kept)
     sources = resolve(family, cfg, tensors, ignore)
-    placed = {} if shardings is None else dict(specs.walk(shardings))
-    with Placer(tensors, cfg) as placer:
-        arrays = {path: placer.array(sources[path], param, placed.get(path)) for path, param in specs.walk(model.spec(cfg))}
-    return cfg, unflatten_dict(arrays, sep=".")
+
+    def read(shardings: Any = None) -> dict:
+        placed = {} if shardings is None else dict(specs.walk(shardings))
+        params = specs.walk(model.spec(cfg))
+        with Placer(tensors, cfg) as placer:
+            arrays = {path: placer.array(sources[path], param, placed.get(path)) for path, param in params}
+        return unflatten_dict(arrays, sep=".")
+
+    return cfg, read
 
 
 def read_config(values: dict[str, Any], names: Collection[str]) -> tuple[Family, ModelConfig]:

@@ -27,10 +27,11 @@ class TrainState:
     """Typed key; a step's dropout is a function of it and ``step``."""
 
 
-def init_state(cfg: ModelConfig, optim: OptimConfig, steps: int, seed: int) -> TrainState:
-    """The state before the first of ``steps`` updates."""
+def init_state(cfg: ModelConfig, optim: OptimConfig, steps: int, seed: int, params: Any = None) -> TrainState:
+    """The state before the first of ``steps`` updates, with fresh parameters unless given."""
     params_key, key = jax.random.split(jax.random.key(seed))
-    params = model.init(cfg, params_key)
+    if params is None:
+        params = model.init(cfg, params_key)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, steps, cfg).init(params), key)
 
 

@@ -1,10 +1,10 @@
 """Makes the fixtures of this folder again, or those named.
 
-    pip install torch==2.13.0 transformers==5.24.0
+    pip install -e . torch==2.13.0 transformers==5.24.0
     python tests/golden/make.py [name ...]
 
-in an environment of its own: the project needs neither. Seeds are tried in order until one gives results that no rounding
-decides; the same versions on the same machine write the same files.
+in an environment of its own: the project needs neither of the two. Seeds are tried in order until one gives results that no
+rounding decides; the same versions on the same machine write the same files.
 """
 
 import collections
@@ -15,13 +15,14 @@ import zlib
 from typing import Any
 
 import numpy as np
-import reference
 import torch
 import transformers
 from cases import CASES, Case
 from weights import FOLDER, draw
 
-BATCH, LENGTH, VALID, TARGETS, PROMPT = 3, 17, 11, 11, 5
+from jaxformer.hf import peer as reference
+from jaxformer.hf.peer import PROMPT, VALID
+
 TRIES = 400
 MARGIN = 0.01
 """Between the two best tokens of a greedy step, a thousand times what float32 changes."""
@@ -45,28 +46,13 @@ def require(holds: Any, why: str) -> None:
 
 def inputs_of(case: Case, config: Any, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.RandomState(seed)
-    special = {config.pad_token_id, config.eos_token_id, getattr(config, "decoder_start_token_id", None)}
-    words = np.asarray([token for token in range(3, config.vocab_size) if token not in special])
-    found = {"input_ids": rng.choice(words, (BATCH, LENGTH)), "attention_mask": np.ones((BATCH, LENGTH), np.int32)}
-    found["attention_mask"][1, VALID:] = 0
-    found["input_ids"][1, VALID:] = config.pad_token_id or 0
-    if hasattr(config, "type_vocab_size"):
-        found["token_type_ids"] = rng.randint(0, config.type_vocab_size, (BATCH, LENGTH))
-    if case.model.endswith("MaskedLM"):
-        chosen = (rng.rand(BATCH, LENGTH) < 0.4) & (found["attention_mask"] == 1)
-        found["labels"] = np.where(chosen, rng.choice(words, (BATCH, LENGTH)), -100)
-    if config.is_encoder_decoder:
-        found["labels"] = rng.choice(words, (BATCH, TARGETS))
-        found["labels"][:, -1] = config.eos_token_id
-        found["decoder_input_ids"] = np.roll(found["labels"], 1, 1)
-        found["decoder_input_ids"][:, 0] = config.decoder_start_token_id
-    elif "token_type_ids" not in found:
-        found["greedy_prompt"] = rng.choice(words, (1, PROMPT))
-    if case.long:
-        found["long_input_ids"] = rng.choice(words, (1, case.long))
-    if case.beams:
-        found["beam_prompt"] = rng.choice(words, (2, PROMPT))
-    return {name: array.astype(np.int32) for name, array in found.items()}
+    found = reference.drawn(rng, config, masked=case.model.endswith("MaskedLM"))
+    words = np.setdiff1d(
+        np.arange(3, config.vocab_size), [i for i in (config.pad_token_id, config.eos_token_id) if i is not None]
+    )
+    more = {"long_input_ids": (1, case.long)} if case.long else {}
+    more |= {"beam_prompt": (2, PROMPT)} if case.beams else {}
+    return found | {name: rng.choice(words, shape).astype(np.int32) for name, shape in more.items()}
 
 
 def prompts(inputs: dict[str, np.ndarray]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:

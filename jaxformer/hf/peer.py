@@ -1,4 +1,5 @@
-"""What transformers computes: a model with given tensors, and everything of it that a fixture stores. For ``make.py`` alone."""
+"""What Hugging Face transformers makes of a model, as the arrays that ``verify`` compares with. Needs torch and transformers,
+as nothing else here does, and is imported only where they are asked for."""
 
 import tempfile
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.numpy import load_file, save_file
 
+BATCH, LENGTH, VALID, TARGETS, PROMPT = 3, 17, 11, 11, 5
 UNPADDED = [0, 2]
 SOURCE = ("input_ids", "attention_mask", "token_type_ids")
 NEW_TOKENS = 12
@@ -23,7 +25,55 @@ LAYERS, EMBEDDED, FINAL = ("layers", "h", "block", "layer"), "hidden_embed", "hi
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
 
 
+def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
+    """All that ``verify`` compares (tests/golden/README.md describes it), of a folder's model for drawn inputs, but for beams.
+
+    Raises ValueError where transformers does not read the folder, or does not use all of it.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = (config.architectures or [None])[0]
+    if not hasattr(transformers, str(name)):
+        raise ValueError(f"{folder}/config.json: this transformers has no class for architectures={config.architectures}")
+    model, report = getattr(transformers, name).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    if left := {what: sorted(map(str, found)) for what, found in report.items() if found}:
+        raise ValueError(f"{folder}: transformers itself does not use the folder as it is: {left}")
+    model = without_padding_rows(model.eval())
+    inputs = drawn(np.random.RandomState(seed), config, masked=name.endswith("MaskedLM"))
+    found = inputs | outputs(model, inputs) | hidden(model, inputs)
+    if "greedy_prompt" in inputs or config.is_encoder_decoder:
+        source = {key: ids(inputs[key]) for key in ("input_ids", "attention_mask")}
+        prompt = source if config.is_encoder_decoder else {"input_ids": ids(inputs["greedy_prompt"])}
+        sequences, logits, _ = greedy(model, prompt, config.eos_token_id if config.is_encoder_decoder else None)
+        found |= {"greedy_ids": sequences, "greedy_step_logits": logits}
+    return found | gradients(model, inputs)
+
+
+def drawn(rng: np.random.RandomState, config: Any, masked: bool) -> dict[str, np.ndarray]:
+    """Inputs for a model: ids that stand for nothing special, one row of them padded."""
+    special = {config.pad_token_id, config.eos_token_id, getattr(config, "decoder_start_token_id", None)}
+    words = np.asarray([token for token in range(3, config.vocab_size) if token not in special])
+    found = {"input_ids": rng.choice(words, (BATCH, LENGTH)), "attention_mask": np.ones((BATCH, LENGTH), np.int32)}
+    found["attention_mask"][1, VALID:] = 0
+    found["input_ids"][1, VALID:] = config.pad_token_id or 0
+    if hasattr(config, "type_vocab_size"):
+        found["token_type_ids"] = rng.randint(0, config.type_vocab_size, (BATCH, LENGTH))
+    if masked:
+        chosen = (rng.rand(BATCH, LENGTH) < 0.4) & (found["attention_mask"] == 1)
+        found["labels"] = np.where(chosen, rng.choice(words, (BATCH, LENGTH)), -100)
+    if config.is_encoder_decoder:
+        found["labels"] = rng.choice(words, (BATCH, TARGETS))
+        found["labels"][:, -1] = config.eos_token_id
+        found["decoder_input_ids"] = np.roll(found["labels"], 1, 1)
+        found["decoder_input_ids"][:, 0] = config.decoder_start_token_id
+    elif "token_type_ids" not in found:
+        found["greedy_prompt"] = rng.choice(words, (1, PROMPT))
+    return {name: array.astype(np.int32) for name, array in found.items()}
+
+
 def configured(name: str, keywords: dict[str, Any]) -> Any:
+    """The config of the class ``name``."""
     return getattr(transformers, name).config_class(**keywords)
 
 
@@ -35,6 +85,7 @@ def stored(model: Any) -> tuple[dict[str, np.ndarray], str]:
 
 
 def shapes_of(name: str, config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a file of the class ``name`` holds."""
     return {key: value.shape for key, value in sorted(stored(getattr(transformers, name)(config))[0].items())}
 
 
@@ -51,13 +102,19 @@ def built(name: str, config: Any, tensors: dict[str, np.ndarray]) -> Any:
     assert again.keys() == tensors.keys() and all(np.array_equal(again[key], tensors[key]) for key in tensors), (
         "not what it read"
     )
+    return without_padding_rows(model.eval())
+
+
+def without_padding_rows(model: Any) -> Any:
+    """Gradients of every row of the embeddings; torch zeroes that of padding. The outputs do not depend on it."""
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # it would zero the gradient of that row; the outputs do not depend on it
-    return model.eval()
+            module.padding_idx = None
+    return model
 
 
 def ids(array: np.ndarray) -> torch.Tensor:
+    """As torch takes ids."""
     return torch.from_numpy(np.asarray(array, np.int64))
 
 
@@ -167,6 +224,7 @@ def gradients(model: Any, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 
 def generated(model: Any, prompt: dict[str, torch.Tensor], eos: int | None, **settings: Any) -> Any:
+    """What ``generate`` gives, with logits and scores."""
     config = model.config
     model.generation_config = transformers.GenerationConfig(
         do_sample=False,

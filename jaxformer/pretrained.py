@@ -1,0 +1,99 @@
+"""A model from wherever it is: a run directory of train.py, a published folder, a hub's id."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxformer import hf, run
+from jaxformer.config import ModelConfig
+from jaxformer.data import tokenizer
+from jaxformer.hf.fields import read_json
+from jaxformer.hf.hub import locate
+from jaxformer.hf.load import prepare
+from jaxformer.nn import model
+from jaxformer.training.checkpoint import Checkpoints
+
+OWN = ("dtype", "param_dtype", "scan", "remat", "attention_dropout", "residual_dropout", "embedding_dropout")
+"""Fields that a run chooses for itself, whatever model it goes on from."""
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder, if it is one at all, is no run of train.py."""
+    path = folder / "config.json"
+    return not folder.is_dir() or (path.is_file() and "model_type" in read_json(path))
+
+
+def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of a run directory, a published folder or a hub's id. Errors as of ``jf.load``, ``jf.hf.load``."""
+    if not is_published(Path(where)):
+        return run.load(where)
+    folder = locate(where)
+    return *hf.load(folder), tokenizer.load(folder)
+
+
+def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
+    """What ends an output: the tokenizer's eos, and the ids that a published model ends with besides, such as a turn's end."""
+    path = locate(where) / "generation_config.json"
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if i >= 0))
+
+
+def begin(config: run.Config) -> tuple[run.Config, Any, Callable[[], dict] | None]:
+    """A config whose model is the one that ``init.from`` names; its tokenizer, None where the run
+    or the config has one; and a function that
+    reads its parameters, None for fresh ones.
+
+    Raises ValueError, before anything large is read, where a run that exists began elsewhere, and where model and data
+    cannot be had together.
+    """
+    init, directory = config.init, Path(config.run_dir)
+    before = run.read_run(directory) if (directory / "config.json").exists() else None
+    if before is not None and before.init != init:
+        sources = [i.folder or "fresh parameters" for i in (before.init, init)]
+        raise ValueError(f"{directory} began from {sources[0]}, not from {sources[1]}; choose another --run-dir")
+    if init.folder is None:
+        return config, None, None
+    if before is not None:  # the folder may be gone, and is needed only where the run was stopped before its first checkpoint
+        return _adopt(config, before.model), None, lambda: _prepare(config)[1]()
+    cfg, read = _prepare(config)
+    return _adopt(config, cfg), _tokenizer(config, cfg), read
+
+
+def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[[], dict]]:
+    """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
+    where, dtype = str(config.init.folder), config.model.param_dtype
+    if is_published(Path(where)):
+        return prepare(where, dtype, revision=config.init.revision)
+    cfg = run.read_run(Path(where)).model
+    checkpoints = Checkpoints(Path(where) / "checkpoints")
+    if not checkpoints.steps():
+        raise FileNotFoundError(f"{where} has no checkpoint")
+
+    def read() -> dict:
+        params = run.load(where)[1]
+        return jax.tree.map(lambda array, param: array.astype(param.dtype or dtype), params, model.spec(cfg))
+
+    return cfg, read
+
+
+def _tokenizer(config: run.Config, cfg: ModelConfig) -> Any:
+    """That of the data where it is a path, else the model's own. Raises ValueError for one that does not fit the model."""
+    asked, where = config.data.tokenizer, str(config.init.folder)
+    made_here = asked in tokenizer.KINDS and asked != "byte"
+    tok = tokenizer.load(locate(where, config.init.revision) if made_here else asked)
+    if tok.vocab_size > cfg.vocab_size:
+        name = where if made_here else asked
+        raise ValueError(f"the tokenizer of {name} has {tok.vocab_size} ids, the model of {where} rows for {cfg.vocab_size}")
+    if cfg.encoder_layers and cfg.start_token != tok.bos_id:
+        start = f"start with id {cfg.start_token}"
+        raise ValueError(f"{where}: its targets {start}, and those of the data would with the tokenizer's bos, {tok.bos_id}")
+    return tok
+
+
+def _adopt(config: run.Config, cfg: ModelConfig) -> run.Config:
+    own = {name: getattr(config.model, name) for name in OWN}
+    return dataclasses.replace(config, model=dataclasses.replace(cfg, **own))
