@@ -142,6 +142,7 @@ def _write_bart(cfg: ModelConfig) -> dict[str, Any]:
         "attention_dropout": cfg.attention_dropout,
         "dropout": cfg.residual_dropout,
         "is_encoder_decoder": True,
+        "forced_eos_token_id": None,  # 2 where it is not said
     }
 
 
@@ -228,6 +229,7 @@ def _write_t5(cfg: ModelConfig) -> dict[str, Any]:
         "scale_decoder_outputs": cfg.scale_head,
         "dropout_rate": cfg.residual_dropout,
         "is_encoder_decoder": True,
+        "pad_token_id": cfg.start_token,
     }
 
 

@@ -25,6 +25,8 @@ def _read_gemma(f: Fields, names: Collection[str]) -> dict[str, Any]:
 
 def _write_gemma(cfg: ModelConfig) -> dict[str, Any]:
     values = write(cfg, activation="hidden_activation")
+    if cfg.mlp == "geglu_tanh":
+        values["hidden_activation"] = "gelu_pytorch_tanh"  # of several names for it the one that published files have
     return values | {"hidden_act": values["hidden_activation"], "attention_bias": cfg.qkv_bias}
 
 

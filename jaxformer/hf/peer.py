@@ -25,6 +25,7 @@ LAYERS, EMBEDDED, FINAL = ("layers", "h", "block", "layer"), "hidden_embed", "hi
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm")
 
 
+@torch.no_grad()
 def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     """All that ``verify`` compares (tests/golden/README.md describes it), of a folder's model for drawn inputs, but for beams.
 

@@ -21,16 +21,24 @@ from jaxformer.spec import Param
 
 # What a file does not say, and the model's numbers do not depend on
 EXECUTION = ("dtype", "param_dtype", "scan", "remat", "init", "init_std", "scale_residual_init")
+TOKENS = ("bos", "eos", "pad")
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
 def save(
-    folder: str | Path, cfg: ModelConfig, params: dict, family: str | None = None, shard_bytes: int = 5_000_000_000
+    folder: str | Path,
+    cfg: ModelConfig,
+    params: dict,
+    family: str | None = None,
+    *,
+    tok: Any = None,
+    shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config.json and safetensors, in shards of at most ``shard_bytes`` with an index where there is more than one.
 
-    family: the ``model_type`` to write, where several fit (the first of them unless given). Adjacent rotary pairs are
-    rearranged to the halves that published checkpoints have.
+    family: the ``model_type`` to write, where several fit (the first of them unless given). tok: the tokenizer, which is
+    written too; config.json then has its bos, eos and pad, and otherwise says that they are not known. Adjacent rotary pairs
+    are rearranged to the halves that published checkpoints have.
 
     Raises ValueError, before anything is written, for a model that no family can express, with what stands in the way, and
     for a folder that has other files of weights.
@@ -40,12 +48,16 @@ def save(
     if cfg.position == "rope" and cfg.rope_layout == "interleaved":
         cfg, params = rope.to_halves(cfg, params)
     chosen, values = describe(cfg, family)
+    if tok is not None:
+        values |= {f"{name}_token_id": i if (i := getattr(tok, f"{name}_id")) >= 0 else None for name in TOKENS}
     if folder.exists() and any(p.suffix in (".safetensors", ".msgpack", ".bin") for p in folder.iterdir()):
         raise ValueError(f"{folder} holds weights already; choose another folder")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_tensors(partial, chosen, cfg, params, shard_bytes)
+    if tok is not None:
+        tok.save(partial)
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if folder.exists():  # a tokenizer may be there already
         for file in partial.iterdir():
@@ -63,8 +75,9 @@ def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[
     for kind in FAMILIES if family is None else (family,):
         one = FAMILIES[kind]
         try:
-            values = one.write(cfg) | {"model_type": kind, "architectures": [one.architecture]}
+            values = one.write(cfg) | {"model_type": kind, "architectures": [one.architecture if cfg.has_head else one.bare]}
             values |= {"dtype": cfg.param_dtype, "torch_dtype": cfg.param_dtype}
+            values = {f"{name}_token_id": None for name in TOKENS} | values  # else classes have defaults, of other vocabularies
             table = one.tensors(cfg)
             paths = [path for path, _ in specs.walk(model.spec(cfg))]
             if missing := [path for path in paths if path not in table]:

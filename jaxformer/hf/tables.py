@@ -1,5 +1,6 @@
 """What the tables of families are made of."""
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,12 @@ class Family:
     """Names of tensors that a file may repeat, and our path of the one they must be equal to."""
     buffers: tuple[str, ...] = ()
     """Patterns (re) of names that hold nothing trained, and are computed here."""
+
+    @property
+    def bare(self) -> str:
+        """The class without a head."""
+        stem = re.sub(r"(For[A-Z]\w+|LMHeadModel|MTModel)$", "", self.architecture)
+        return ("Gemma3Text" if stem == "Gemma3" else stem) + "Model"
 
 
 def linear(path: str, name: str, out: str, into: str) -> Table:

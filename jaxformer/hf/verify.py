@@ -44,8 +44,8 @@ def compare(cfg: ModelConfig, params: dict, kind: str, reference: dict[str, np.n
     """
     ref = {name: value for name, value in reference.items() if name not in ("config", "shapes")}
     given = _inputs(cfg, ref)
+    yield from _hidden(cfg, params, ref)  # in the order of the forward: the first that is off is where to look
     yield from _outputs(cfg, params, ref, given)
-    yield from _hidden(cfg, params, ref)
     if "loss" in ref:
         yield from _loss(cfg, params, kind, ref)
     if "greedy_ids" in ref:
