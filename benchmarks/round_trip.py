@@ -19,7 +19,8 @@ import jaxformer as jf
 from jaxformer.hf import peer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from published import NAMES, folder  # noqa: E402
+from golden import weights  # noqa: E402
+from published import NAMES, folder, legacy  # noqa: E402
 
 
 @torch.no_grad()
@@ -38,7 +39,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         given = [Path(argument) for argument in sys.argv[1:]]
         for name in [] if given else NAMES:
-            folder(Path(root) / name, name)
+            config = weights.load(name)[0]
+            folder(Path(root) / name, name, legacy(config) if transformers.__version__ < "5" else config)
             given.append(Path(root) / name)
         for where in given:
             again = Path(root) / "saved" / where.name
