@@ -2,8 +2,8 @@
 
     pip install -e '.[hf]' torch==2.13.0 transformers && python benchmarks/round_trip.py [FOLDER ...]
 
-Each folder (unless given: those of tests/golden) is loaded, saved, and read with ``from_pretrained`` both as it was and as it was
-saved; printed is how many tensors there are, how many differ, and by how much the logits of the two do.
+Each folder (unless given: those of tests/golden) is loaded, saved, and read with ``from_pretrained`` both as it was and as
+it was saved; printed is how many tensors there are, how many differ, and by how much the logits of the two do.
 """
 
 import sys

@@ -9,7 +9,7 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     F feed-forward width P rows of a learned position table
 """
 
-from jaxformer import hf, presets, spec
+from jaxformer import flax, hf, presets, spec
 from jaxformer.config import ModelConfig, RopeScaling
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
@@ -48,6 +48,7 @@ __all__ = [
     "block",
     "capture",
     "compilations",
+    "flax",
     "forward",
     "gain",
     "generate",

@@ -25,6 +25,7 @@ LAYERS = [
     ["spec"],
     ["presets"],
     ["nn"],
+    ["flax"],
     ["decode"],
     ["training"],
     ["parallel"],
