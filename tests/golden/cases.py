@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
         original_max_position_embeddings=16,
     ),
     "llama_rope_yarn": scaled("yarn", 100.0, length=64, long=32, factor=4.0, original_max_position_embeddings=16),
-    "llama_rope_dynamic": scaled("dynamic", 1000.0, length=20, long=32, factor=4.0),
+    "llama_rope_dynamic": scaled("dynamic", 1000.0, length=20, long=40, factor=4.0),
     "mistral": Case(
         "MistralForCausalLM", GROUPED | {"sliding_window": 6} | theta(5000.0), (*WINDOWS, {"sliding_window": None})
     ),
