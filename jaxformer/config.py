@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxformer.component import name_of, resolve
+from jaxformer.parts import Experts, Latent, RopeScaling
 from jaxformer.record import Strict, dtype_name, within
-from jaxformer.scaling import RopeScaling
 
 COMPONENTS = ("attention", "mlp", "norm", "position")
 
@@ -58,9 +58,13 @@ class ModelConfig(Strict):
     """Whether a position sees only itself and what stands before it."""
 
     attention: str = "grouped"
-    """Attention component: grouped (MHA, GQA and MQA in one), or 'package.module:name'."""
+    """Attention component: grouped (MHA, GQA and MQA in one), latent, or 'package.module:name'."""
+    latent: Latent = Latent()
+    """Widths of latent attention (attention='latent')."""
     mlp: str = "gelu"
     """Feed-forward component: relu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
+    experts: Experts = Experts()
+    """Experts in place of the feed-forward, in all layers or some; their activation is the mlp's, which must be gated."""
     norm: str = "layer"
     """Normalisation component: layer, rms, rms_plus (its gain is 1 + the parameter), or 'package.module:name'."""
     position: str = "rope"
@@ -183,16 +187,9 @@ class ModelConfig(Strict):
         within(self, 0, math.inf, "encoder_layers", "token_types", "position_offset")
         within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
         within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
-        positive = (
-            "norm_eps",
-            "rope_theta",
-            "rope_local_theta",
-            "init_std",
-            "attention_softcap",
-            "logit_softcap",
-            "attention_scale",
-        )
-        within(self, 0, math.inf, *positive, open_low=True)
+        positive = ["norm_eps", "rope_theta", "rope_local_theta", "init_std", "attention_scale", "attention_softcap"]
+
+        within(self, 0, math.inf, *positive, "logit_softcap", open_low=True)
         within(self, 2, math.inf, "relative_buckets", "relative_distance")
         within(self, 0, self.vocab_size, "start_token")
         if self.n_heads % self.n_kv_heads:
@@ -217,6 +214,8 @@ class ModelConfig(Strict):
             raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
         if self.position == "relative":
             self._check_relative()
+        self.experts.check(self)
+        self.latent.check(self)
         self._check_encoder()
 
     def _check_relative(self):
@@ -244,6 +243,8 @@ class ModelConfig(Strict):
     @property
     def rotary_dim(self) -> int:
         """How much of a head's width is rotated."""
+        if self.attention == "latent":
+            return self.latent.rope_dim
         return int(self.head_dim * self.rope_fraction)
 
     @functools.cached_property
@@ -258,6 +259,9 @@ class ModelConfig(Strict):
             "F": self.d_ff,
             "V": self.vocab_size,
             "P": self.max_length,
+            "E": self.experts.number,
+            "R": self.latent.rank,
+            "Q": self.latent.query_rank,
         }
 
     @functools.cached_property
@@ -280,10 +284,12 @@ class ModelConfig(Strict):
         """One config a layer: the same but for what is chosen by layer."""
         windows = self.window if isinstance(self.window, tuple) else (self.window,) * self.n_layers
 
-        def own(window: int | None) -> ModelConfig:
+        def own(window: int | None, experts: Experts) -> ModelConfig:
+            one = dataclasses.replace(self, window=window, experts=experts)
             if window is None or self.rope_local_theta is None:
-                return dataclasses.replace(self, window=window)
-            return dataclasses.replace(self, window=window, rope_theta=self.rope_local_theta, rope_scaling=RopeScaling())
+                return one
+            return dataclasses.replace(one, rope_theta=self.rope_local_theta, rope_scaling=RopeScaling())
 
-        by_window = {window: own(window) for window in set(windows)}
-        return tuple(by_window[window] for window in windows)
+        kinds = [(window, self.experts.at(number)) for number, window in enumerate(windows)]
+        by_kind = {kind: own(*kind) for kind in set(kinds)}
+        return tuple(by_kind[kind] for kind in kinds)

@@ -20,7 +20,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 LAYERS = [
     ["component"],
     ["record"],
-    ["scaling"],
+    ["parts"],
     ["config"],
     ["spec"],
     ["presets"],

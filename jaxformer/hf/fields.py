@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.component import nearest
-from jaxformer.scaling import RopeScaling
+from jaxformer.parts import RopeScaling
 
 WITHOUT_EFFECT = frozenset(
     [

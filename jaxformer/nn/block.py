@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 
 from jaxformer.config import ModelConfig
-from jaxformer.nn import attention, mlp, norm
+from jaxformer.nn import attention, mlp, moe, norm
 from jaxformer.nn.attention import Entries, KeyValue
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.mask import Places
@@ -13,14 +13,19 @@ from jaxformer.nn.named import named, scope
 
 
 def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
-    """Parameters of a block; ``crossing`` adds cross-attention."""
-    parts = {"attention": attention.spec(cfg), "mlp": mlp.spec(cfg)}
-    if crossing:
-        parts["cross_attention"] = attention.spec(cfg)
-    names = [f"{name}_norm" for name in parts]
+    """Parameters of a block, of which a layer with experts has "moe" in place of "mlp"; ``crossing`` adds cross-attention."""
+    branches = ["attention", "mlp"] + ["cross_attention"] * crossing
+    parts = {name: attention.spec(cfg) for name in branches if name != "mlp"}
+    parts |= {"moe": moe.spec(cfg)} if cfg.experts.number else {"mlp": mlp.spec(cfg)}
+    names = [f"{name}_norm" for name in branches]
     if cfg.residual == "sandwich":
-        names += [f"{name}_out_norm" for name in parts]
+        names += [f"{name}_out_norm" for name in branches]
     return parts | {name: norm.spec(cfg) for name in names}
+
+
+def has(cfg: ModelConfig, part: str) -> bool:
+    """Whether a layer of that config has the part of that name, if any layer does."""
+    return part not in ("mlp", "moe") or (part == "moe") == (cfg.experts.number > 0)
 
 
 def apply(
@@ -33,17 +38,20 @@ def apply(
     memory: Callable[[dict], KeyValue | None] | None = None,
     extend: Callable[[Entries], tuple[Entries, Places]] | None = None,
     key: jax.Array | None = None,
+    routed: moe.Routed | None = None,
 ) -> jax.Array:
-    """[B, T, D] -> [B, T, D]. memory: gives, from the cross-attention's parameters, the keys and values to read; the other
-    keywords as in ``attention.apply``."""
+    """[B, T, D] -> [B, T, D]. memory: gives, from the cross-attention's parameters, the keys and values to read; routed: as in
+    ``moe.apply``; the other keywords as in ``attention.apply``."""
 
     def branch(x_BTD, name, f):
+        part = "moe" if name == "mlp" and "moe" in params else name
+
         def normed(x_BTD, norm_name):
             return norm.apply(params[norm_name], x_BTD, cfg)
 
-        with scope(name):
+        with scope(part):
             x_BTD = x_BTD if cfg.residual in ("post", "branch") else normed(x_BTD, f"{name}_norm")
-            x_BTD = dropout(f(params[name], x_BTD, child(key, name)), cfg.residual_dropout, child(key, f"{name}.out"))
+            x_BTD = dropout(f(params[part], x_BTD, child(key, name)), cfg.residual_dropout, child(key, f"{name}.out"))
             out_norm = {"branch": f"{name}_norm", "sandwich": f"{name}_out_norm"}.get(cfg.residual)
             return x_BTD if out_norm is None else normed(x_BTD, out_norm)
 
@@ -56,6 +64,8 @@ def apply(
         return attention.apply(params, x_BTD, cfg, **where, key=key)
 
     def feed_forward(params, x_BTD, key):
+        if cfg.experts.number:
+            return moe.apply(params, x_BTD, cfg, valid=None if places is None else places.valid, routed=routed)
         return mlp.apply(params, x_BTD, cfg)
 
     if cfg.residual == "parallel":

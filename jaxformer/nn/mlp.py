@@ -48,11 +48,11 @@ def choice(activation, gated: bool) -> Component:
 gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"relu": jax.nn.relu, "gelu": gelu_exact, "gelu_tanh": gelu_tanh}
+Activation = Callable[[jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Activation] = {"relu": jax.nn.relu, "gelu": gelu_exact, "gelu_tanh": gelu_tanh}
+GATES: dict[str, Activation] = {"swiglu": jax.nn.silu, "geglu": gelu_exact, "geglu_tanh": gelu_tanh}
 
 CHOICES = {
     **{name: choice(activation, gated=False) for name, activation in ACTIVATIONS.items()},
-    "swiglu": choice(jax.nn.silu, gated=True),
-    "geglu": choice(gelu_exact, gated=True),
-    "geglu_tanh": choice(gelu_tanh, gated=True),
+    **{name: choice(activation, gated=True) for name, activation in GATES.items()},
 }

@@ -12,6 +12,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.nn import block, inputs, mlp, norm, stack
 from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
+from jaxformer.nn.moe import Routed
 from jaxformer.nn.named import named, scope
 from jaxformer.spec import Param, bias, kernel, normal
 
@@ -56,13 +57,13 @@ def unstack(params: dict, cfg: ModelConfig) -> dict:
     """The same parameters with one tree a layer, under "0", "1", … Every function here takes them too. Decoding reads each
     layer's weights from memory of their own, and ``generate`` would have to copy stacked ones at every call."""
 
-    def apart(part, layers):
+    def apart(part, own):
         if stack.is_unstacked(part["layers"]):
             return part
-        return part | {"layers": {str(i): layer for i, layer in enumerate(stack.unstack(part["layers"], layers))}}
+        return part | {"layers": {str(i): layer for i, layer in enumerate(stack.unstack(part["layers"], own.layers))}}
 
-    counts = {"decoder": cfg.n_layers} | ({"encoder": cfg.encoder_layers} if cfg.encoder_layers else {})
-    return params | {name: apart(params[name], count) for name, count in counts.items()}
+    stacks = {"decoder": cfg} | ({"encoder": cfg.encoder} if cfg.encoder_layers else {})
+    return params | {name: apart(params[name], own) for name, own in stacks.items()}
 
 
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
@@ -98,13 +99,14 @@ def hidden(
     token_types=None,
     key: jax.Array | None = None,
     cache=None,
+    routed: Routed | None = None,
 ):
     """What the head reads, [B, T, D]: after the final norm. With a cache (``jf.init_cache``), the pair (hidden, cache).
 
     tokens [B, T] integers. positions [B, T]: where each stands (counted from the other arguments unless given). segments
     [B, T]: packed documents, each sees only itself. valid [B, T] bool: False for padding, left or right. source [B, S] and
     source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: kinds of tokens, for a model that tells them
-    apart (0 unless given). key: turns dropout on.
+    apart (0 unless given). key: turns dropout on. routed: a ``Routed``, which is told what the layers of experts did.
 
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
@@ -123,9 +125,8 @@ def hidden(
             places, cache = cache.advance(tokens.shape, cfg, positions, valid)
         x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, tokens.shape, cfg))
         with scope("decoder"):
-            return stack.apply(
-                params["decoder"], x_BTD, cfg, places=places, memory=memory, cache=cache, key=child(key, "decoder")
-            )
+            given = {"places": places, "memory": memory, "cache": cache, "key": child(key, "decoder"), "routed": routed}
+            return stack.apply(params["decoder"], x_BTD, cfg, **given)
 
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:
@@ -204,8 +205,8 @@ def _unstacked_spec(cfg: ModelConfig) -> dict:
     stacks = {"decoder": (cfg, cfg.encoder_layers > 0)} | ({"encoder": (cfg.encoder, False)} if cfg.encoder_layers else {})
     parts = dict(spec(cfg))
     for name, (own, crossing) in stacks.items():
-        layer = specs.bound(block.spec(own, crossing), own)
-        parts[name] = parts[name] | {"layers": {str(i): layer for i in range(own.n_layers)}}
+        layers = {str(i): specs.bound(block.spec(layer, crossing), own) for i, layer in enumerate(own.layers)}
+        parts[name] = parts[name] | {"layers": layers}
     return parts
 
 
