@@ -43,7 +43,7 @@ def main(config: run.Config) -> None:
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    run.write_run(directory, config, tok)  # now that nothing is refused any more
+    pretrained.write_run(directory, config, tok)  # now that nothing is refused any more
     state = placement.put_state(restored or fresh(params=read and read()))
 
     began = time.perf_counter()

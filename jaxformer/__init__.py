@@ -7,6 +7,8 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     D model width        L stacked layers              V vocabulary
     K key/value heads    G query heads per K head      H head width      (N = K·G query heads)
     F feed-forward width P rows of a learned position table
+    E experts            J experts of a token          M pairs of a token and an expert of its
+    C room of an expert  R latent of keys and values   Q latent of queries
 """
 
 from jaxformer import flax, hf, presets, spec

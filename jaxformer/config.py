@@ -62,7 +62,7 @@ class ModelConfig(Strict):
     latent: Latent = Latent()
     """Widths of latent attention (attention='latent')."""
     mlp: str = "gelu"
-    """Feed-forward component: relu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
+    """Feed-forward component: relu, silu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
     experts: Experts = Experts()
     """Experts in place of the feed-forward, in all layers or some; their activation is the mlp's, which must be gated."""
     norm: str = "layer"
@@ -204,8 +204,8 @@ class ModelConfig(Strict):
         if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             part = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
             raise ValueError(f"{part}head_dim={self.head_dim} is odd: RoPE rotates pairs")
-        if self.head_transform and self.mlp not in ("relu", "gelu", "gelu_tanh"):
-            raise ValueError(f"head_transform takes its activation from the mlp: relu, gelu or gelu_tanh, not {self.mlp!r}")
+        if self.head_transform and self.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
+            raise ValueError(f"head_transform has the mlp's activation: relu, silu, gelu or gelu_tanh, not {self.mlp!r}")
         if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
         if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.rotary_dim < 4:

@@ -173,5 +173,5 @@ class Latent(Strict):
             return
         if not self.rank or cfg.position != "rope" or cfg.n_kv_heads != cfg.n_heads or cfg.encoder_layers:
             raise ValueError("attention='latent' needs latent.rank, position='rope', as many n_kv_heads as n_heads, no encoder")
-        if cfg.qkv_bias or cfg.out_bias or cfg.qk_norm != "none" or cfg.rope_fraction != 1:
-            raise ValueError("attention='latent' has no biases, no qk_norm and no rope_fraction")
+        if cfg.qkv_bias or cfg.out_bias or cfg.qk_norm != "none" or cfg.rope_fraction != 1 or cfg.attention_softcap:
+            raise ValueError("attention='latent' has no biases, qk_norm, rope_fraction or attention_softcap")

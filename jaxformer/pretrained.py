@@ -11,7 +11,7 @@ from jaxformer import hf, run
 from jaxformer.config import ModelConfig
 from jaxformer.data import tokenizer
 from jaxformer.hf.fields import read_json
-from jaxformer.hf.hub import locate
+from jaxformer.hf.hub import GENERATION, carry, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
 from jaxformer.training.checkpoint import Checkpoints
@@ -36,7 +36,7 @@ def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
 
 def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     """What ends an output: the tokenizer's eos, and the ids that a published model ends with besides, such as a turn's end."""
-    path = locate(where) / "generation_config.json"
+    path = locate(where) / GENERATION
     named = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if i >= 0))
@@ -60,7 +60,17 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[[], dict] | Non
     if before is not None:  # the folder may be gone, and is needed only where the run was stopped before its first checkpoint
         return _adopt(config, before.model), None, lambda: _prepare(config)[1]()
     cfg, read = _prepare(config)
+    if not cfg.causal and config.data.task == "text":
+        raise ValueError(f"{init.folder} is no language model: its tokens see those after them, which is what it would learn")
     return _adopt(config, cfg), _tokenizer(config, cfg), read
+
+
+def write_run(directory: Path, config: run.Config, tok: Any) -> None:
+    """``run.write_run``, and the ids that the model of ``init.from`` ends with besides the tokenizer's eos."""
+    where, begins = config.init.folder, not (directory / "config.json").exists()
+    run.write_run(directory, config, tok)
+    if where is not None and begins:
+        carry(locate(where, config.init.revision), directory)
 
 
 def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[[], dict]]:

@@ -11,7 +11,8 @@ from flax import struct
 from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, inputs, position, rope
-from jaxformer.nn.attention import Entries, KeyValue
+from jaxformer.nn.attend import Entries
+from jaxformer.nn.attention import KeyValue
 from jaxformer.nn.mask import Places
 from jaxformer.record import dtype_name
 from jaxformer.spec import Param, zeros

@@ -10,7 +10,7 @@ import tyro
 from jaxformer import spec as specs
 from jaxformer.hf import files, load, save
 from jaxformer.hf.fields import read_json
-from jaxformer.hf.hub import locate
+from jaxformer.hf.hub import carry, locate
 from jaxformer.hf.load import prepare, read_config
 from jaxformer.hf.verify import TOLERANCE, compare, read_reference
 from jaxformer.nn import model
@@ -54,6 +54,8 @@ def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = T
         reference, source = _reference(folder)
         eos, pad = values.get("eos_token_id"), values.get("pad_token_id") or 0
         rows = list(compare(cfg, params, values["model_type"], reference, eos, pad))
+        if not rows:
+            raise ValueError(f"{source} of {folder} holds no array by a name that is compared (see tests/golden/README.md)")
         off = [row for row in rows if not row.relative <= tolerance]
         failed = failed or bool(off) or same is False
         if markdown:
@@ -124,6 +126,7 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), key=jax.random.key(0)))
     checkpoints.close()
+    carry(folder, run)
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")
 
 
@@ -139,6 +142,7 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
 
     cfg, params, tok = load_run(run)
     save(folder, cfg, params, family, tok=tok)
+    carry(run, folder)
     print(f"{folder}: {json.loads((folder / 'config.json').read_text())['model_type']}, with its {tok.file}")
 
 

@@ -1,12 +1,28 @@
-"""BERT, and the encoder–decoders: Marian (the published form of the 2017 model), BART, T5."""
+"""BERT, and two encoder–decoders: Marian (the published form of the 2017 model), and BART."""
 
 from collections.abc import Collection
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxformer.config import ModelConfig
 from jaxformer.hf.fields import Fields
 from jaxformer.hf.layout import Source
-from jaxformer.hf.tables import PLAIN, Family, Table, attention, inverse, layers, linear, normed, sized, write_sized
+from jaxformer.hf.tables import (
+    PLAIN,
+    SHARED_TABLE,
+    Family,
+    Table,
+    attention,
+    inverse,
+    layers,
+    linear,
+    normed,
+    sized,
+    write_sized,
+)
+from jaxformer.nn import position
 
 # BERT
 
@@ -81,10 +97,11 @@ def _bert_tensors(cfg: ModelConfig) -> Table:
 
 
 def _read_bart(f: Fields, names: Collection[str]) -> dict[str, Any]:
-    f.only(activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0, add_bias_logits=False)
+    f.training("activation_dropout", "encoder_layerdrop", "decoder_layerdrop")
+    f.only(add_bias_logits=False, num_hidden_layers=f("encoder_layers"))
     f.only(add_final_layer_norm=False, normalize_before=False, is_decoder=False, is_encoder_decoder=True)
     f.only(share_encoder_decoder_embeddings=True, decoder_vocab_size=f("vocab_size"))
-    for name in ("gradient_checkpointing", "num_hidden_layers", "force_bos_token_to_be_generated", "extra_pos_embeddings"):
+    for name in ("gradient_checkpointing", "force_bos_token_to_be_generated", "extra_pos_embeddings"):
         f(name, None)
     dropout, heads, width = f("dropout", 0.1), f("decoder_attention_heads"), f("decoder_ffn_dim")
     own_heads, own_width = f("encoder_attention_heads"), f("encoder_ffn_dim")
@@ -106,7 +123,7 @@ def _read_bart(f: Fields, names: Collection[str]) -> dict[str, Any]:
         "out_bias": True,
         "mlp_bias": True,
         "tied_head": f("tie_word_embeddings", True),
-        "head_bias": True,
+        "head_bias": "final_logits_bias" in names,  # files of the bare model have none
         "scale_embedding": f("scale_embedding", False),
         "attention_dropout": f("attention_dropout", 0.0),
         "residual_dropout": dropout,
@@ -168,94 +185,7 @@ def _bart_tensors(cfg: ModelConfig) -> Table:
     return table
 
 
-# T5
-
-T5_MLP = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gated-gelu": "geglu_tanh", "gated-silu": "swiglu"}
-T5_MLP |= {"gated-gelu_new": "geglu_tanh"}
-
-
-def _read_t5(f: Fields, names: Collection[str]) -> dict[str, Any]:
-    f.only(is_encoder_decoder=True, is_decoder=False)
-    mlp = f.choice("feed_forward_proj", T5_MLP, "relu")
-    for derived in ("dense_act_fn", "is_gated_act", "initializer_factor"):
-        f(derived, None)
-    tied = f("tie_word_embeddings", True)
-    # Version 5 writes tie_word_embeddings=true for all, and says by this field whether the head is the embedding.
-    scaled = f("scale_decoder_outputs", tied)
-    dropout = f("dropout_rate", 0.1)
-    number = f("num_layers")
-    return {
-        "vocab_size": f("vocab_size"),
-        "d_model": f("d_model"),
-        "n_layers": f("num_decoder_layers", None) or number,
-        "encoder_layers": number,
-        "n_heads": f("num_heads"),
-        "head_dim": f("d_kv"),
-        "d_ff": f("d_ff"),
-        "max_length": f("n_positions", 512),
-        "start_token": f("decoder_start_token_id", 0),
-        "norm": "rms",
-        "norm_eps": f("layer_norm_epsilon", 1e-6),
-        "mlp": mlp,
-        "residual": "pre",
-        "position": "relative",
-        "relative_buckets": f("relative_attention_num_buckets", 32),
-        "relative_distance": f("relative_attention_max_distance", 128),
-        "attention_scale": 1.0,
-        "tied_head": tied and (scaled or "lm_head.weight" not in names),
-        "scale_head": bool(scaled),
-        "attention_dropout": dropout,
-        "residual_dropout": dropout,
-        "embedding_dropout": dropout,
-    }
-
-
-def _write_t5(cfg: ModelConfig) -> dict[str, Any]:
-    return {
-        "vocab_size": cfg.vocab_size,
-        "d_model": cfg.d_model,
-        "d_kv": cfg.head_dim,
-        "d_ff": cfg.d_ff,
-        "num_layers": cfg.encoder_layers,
-        "num_decoder_layers": cfg.n_layers,
-        "num_heads": cfg.n_heads,
-        "n_positions": cfg.max_length,
-        "decoder_start_token_id": cfg.start_token,
-        "layer_norm_epsilon": cfg.norm_eps,
-        "feed_forward_proj": inverse(T5_MLP, cfg.mlp),
-        "relative_attention_num_buckets": cfg.relative_buckets,
-        "relative_attention_max_distance": cfg.relative_distance,
-        "tie_word_embeddings": cfg.tied_head,
-        "scale_decoder_outputs": cfg.scale_head,
-        "dropout_rate": cfg.residual_dropout,
-        "is_encoder_decoder": True,
-        "pad_token_id": cfg.start_token,
-    }
-
-
-def _t5_tensors(cfg: ModelConfig) -> Table:
-    wide = {"gate": "wi_0", "up": "wi_1"} if cfg.mlp in ("swiglu", "geglu", "geglu_tanh") else {"up": "wi"}
-    table: Table = {"embedding.token": Source("shared.weight", "VD"), "head.kernel": Source("lm_head.weight", "VD")}
-    for stack, last in (("encoder", 1), ("decoder", 2)):
-        feed = f"layer.{last}.DenseReluDense"
-        block: Table = {
-            **attention("attention", "layer.0.SelfAttention", "q", "k", "v", "o"),
-            **normed("attention_norm", "layer.0.layer_norm"),
-            **attention("cross_attention", "layer.1.EncDecAttention", "q", "k", "v", "o"),
-            **normed("cross_attention_norm", "layer.1.layer_norm"),
-            **linear("mlp.down", f"{feed}.wo", "D", "F"),
-            **normed("mlp_norm", f"layer.{last}.layer_norm"),
-        }
-        for part, name in wide.items():
-            block |= linear(f"mlp.{part}", f"{feed}.{name}", "F", "D")
-        table |= layers(stack, f"{stack}.block", block) | normed(f"{stack}.norm", f"{stack}.final_layer_norm")
-        bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        table[f"{stack}.position.table"] = Source(bias, "P(KG)")
-    return table
-
-
-_SHARED = {f"{stack}.embed_tokens.weight": "embedding.token" for stack in ("encoder", "decoder")}
-_BART_SAME = {f"model.{name}": path for name, path in _SHARED.items()} | {"lm_head.weight": "embedding.token"}
+_BART_SAME = {f"model.{name}": path for name, path in SHARED_TABLE.items()} | {"lm_head.weight": "embedding.token"}
 
 FAMILIES = (
     Family(
@@ -267,6 +197,7 @@ FAMILIES = (
         prefix="bert.",
         same={"cls.predictions.decoder.weight": "embedding.token", "cls.predictions.decoder.bias": "head.bias"},
         buffers=(r".*embeddings\.position_ids",),
+        older=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
     ),
     Family(
         "marian",
@@ -275,16 +206,17 @@ FAMILIES = (
         _write_bart,
         _bart_tensors,
         same=_BART_SAME,
+        prefix="model.",
         buffers=(r"model\.(en|de)coder\.embed_positions\.weight",),
+        constant=lambda cfg, name: np.asarray(position.half_sinusoids(jnp.arange(cfg.max_length), cfg.d_model)),
     ),
-    Family("bart", "BartForConditionalGeneration", _read_bart_itself, _write_bart, _bart_tensors, same=_BART_SAME),
     Family(
-        "t5",
-        "T5ForConditionalGeneration",
-        _read_t5,
-        _write_t5,
-        _t5_tensors,
-        same=_SHARED | {"lm_head.weight": "embedding.token"},
-        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        "bart",
+        "BartForConditionalGeneration",
+        _read_bart_itself,
+        _write_bart,
+        _bart_tensors,
+        prefix="model.",
+        same=_BART_SAME,
     ),
 )

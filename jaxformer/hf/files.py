@@ -46,6 +46,8 @@ class Safetensors:
 
     def __init__(self, folder: Path):
         index = folder / INDEX
+        if index.exists() and (folder / "model.safetensors").exists():
+            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: which of them is meant cannot be known")
         if index.exists():
             self.entries = self._sharded(folder, index)
             return
@@ -66,7 +68,12 @@ class Safetensors:
         files = sorted(set(where.values()))
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-        found = {name: entry for file in files for name, entry in _header(folder / file).items()}
+        found: dict[str, Entry] = {}
+        for file in files:
+            for name, entry in _header(folder / file).items():
+                if name in found:
+                    raise ValueError(f"{name} is in {found[name].file.name} and in {file} of {folder}")
+                found[name] = entry
         wrong = [name for name, file in where.items() if name not in found or found[name].file.name != file]
         extra = sorted(found.keys() - where.keys())
         if wrong or extra:
@@ -121,10 +128,6 @@ def _header(path: Path) -> dict[str, Entry]:
         }
     except (ValueError, OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    unknown = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in DTYPES]
-    # Integers may be buffers, which are never read.
-    if strange := [text for text in unknown if not text.endswith(("(I64)", "(I32)", "(BOOL)", "(U8)"))]:
-        raise ValueError(f"{path}: dtypes that are not supported: {', '.join(strange)}; supported: {', '.join(DTYPES)}")
     return {name: entry._replace(dtype=DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()}
 
 
@@ -176,6 +179,10 @@ def find(folder: Path) -> Tensors:
         return Safetensors(folder)
     if (folder / "flax_model.msgpack").exists():
         return Msgpack(folder / "flax_model.msgpack")
+    if shards := sorted(folder.glob("flax_model-*.msgpack")):
+        raise FileNotFoundError(
+            f"{folder} has its flax_model.msgpack in {len(shards)} parts, which are not read: save it in one"
+        )
     pickles = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
     hint = f"; {', '.join(pickles)} may run any code and is not read: convert it to safetensors" if pickles else ""
     raise FileNotFoundError(f"{folder} has neither model.safetensors nor {INDEX} nor flax_model.msgpack{hint}")

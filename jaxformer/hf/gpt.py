@@ -76,11 +76,16 @@ def _gpt2_tensors(cfg: ModelConfig) -> Table:
 
 def _read_neo(f: Fields, names: Collection[str]) -> dict[str, Any]:
     heads, width, number = f("num_heads"), f("hidden_size"), f("num_layers")
-    for name in ("attention_layers", *(n for n in f.values if n.startswith("summary_"))):
+    for name in [n for n in f.values if n.startswith("summary_")]:
         f(name, None)
-    kinds = [kind for group, times in f("attention_types", [[["global", "local"], number // 2]]) for kind in group * times]
+    groups, listed = f("attention_types", None), f("attention_layers", None)
+    if groups is None:
+        groups = [[["global", "local"], number // 2]] if listed is None else [[listed, 1]]
+    kinds = [kind for group, times in groups for kind in group * times]
     if len(kinds) != number or set(kinds) - {"global", "local"}:
         raise ValueError(f"config.json: attention_types are {kinds}, for num_layers={number}")
+    if listed not in (None, kinds):
+        raise ValueError(f"config.json: attention_layers={listed} are not those of attention_types")
     return {
         "vocab_size": f("vocab_size"),
         "d_model": width,
@@ -155,7 +160,7 @@ def _read_neox(f: Fields, names: Collection[str]) -> dict[str, Any]:
         attention_dropout=f("attention_dropout", 0.0),
         residual_dropout=f("hidden_dropout", 0.0),
     )
-    return values | f.rope(values["max_length"], fraction=0.25)
+    return values | f.rope(values["max_length"], share="rotary_pct", fraction=0.25, base="rotary_emb_base")
 
 
 def _write_neox(cfg: ModelConfig) -> dict[str, Any]:
@@ -168,9 +173,7 @@ def _write_neox(cfg: ModelConfig) -> dict[str, Any]:
         "attention_dropout": cfg.attention_dropout,
         "hidden_dropout": cfg.residual_dropout,
         "rotary_pct": cfg.rope_fraction,
-        "partial_rotary_factor": cfg.rope_fraction,
         "rotary_emb_base": cfg.rope_theta,
-        "rope_theta": cfg.rope_theta,
         "rope_scaling": write_rope(cfg.rope_scaling),
     }
 

@@ -2,9 +2,11 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
-REST = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "*.model")
+GENERATION = "generation_config.json"
+REST = ("config.json", GENERATION, "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "*.model")
 WEIGHTS = (("model*.safetensors", "model.safetensors.index.json"), ("flax_model.msgpack",))  # the first that a hub has
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -25,6 +27,12 @@ def locate(where: str | os.PathLike, revision: str | None = None) -> Path:
     if not ID.fullmatch(name):
         raise FileNotFoundError(f"{folder} is not a folder")
     return _download(name, revision)
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copies how generation ends, which no config of ours holds, from one folder of a model to another."""
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, target / GENERATION)
 
 
 def _download(name: str, revision: str | None) -> Path:

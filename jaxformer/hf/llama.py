@@ -11,9 +11,11 @@ from jaxformer.hf.tables import GATED, Family, Table, attention, inverse, layers
 # What LLaMA and its relatives share
 
 
-def read(f: Fields, norm_eps: str = "rms_norm_eps", activation: str = "hidden_act", **own: Any) -> dict[str, Any]:
-    """The fields that LLaMA and its relatives share; ``own`` replaces or adds some of ours."""
-    f.only(pretraining_tp=1, is_decoder=False, add_cross_attention=False)
+def read(
+    f: Fields, norm_eps: str = "rms_norm_eps", activation: str = "hidden_act", rope: dict[str, Any] | None = None, **own: Any
+) -> dict[str, Any]:
+    """The fields that LLaMA and its relatives share. rope: keywords of ``Fields.rope``; ``own`` replaces some of ours."""
+    f.only(pretraining_tp=1, is_decoder=False, add_cross_attention=False, is_encoder_decoder=False, pruned_heads={})
     heads, width = f("num_attention_heads"), f("hidden_size")
     values = sized(
         f,
@@ -27,7 +29,7 @@ def read(f: Fields, norm_eps: str = "rms_norm_eps", activation: str = "hidden_ac
         position="rope",
         rope_layout="half",
     )
-    return values | f.rope(values["max_length"]) | own
+    return values | f.rope(values["max_length"], **(rope or {})) | own
 
 
 def write(cfg: ModelConfig, activation: str = "hidden_act") -> dict[str, Any]:
@@ -101,6 +103,7 @@ def _write_llama(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _read_mistral(f: Fields, names: Collection[str]) -> dict[str, Any]:
+    f.only(attention_bias=False)
     return read(f, window=f("sliding_window", 4096))
 
 
@@ -112,6 +115,7 @@ def _read_qwen(f: Fields, **own: Any) -> dict[str, Any]:
     number = f("num_hidden_layers")
     slides, window = f("use_sliding_window", False), f("sliding_window", 4096)
     first = f("max_window_layers", 28)
+    f.only(use_mrope=False)
     own["window"] = windows(f, number, window if slides else None, [bool(slides) and i >= first for i in range(number)])
     return read(f, **own)
 
@@ -154,8 +158,13 @@ def _olmo2_tensors(cfg: ModelConfig) -> Table:
 
 def _read_phi3(f: Fields, names: Collection[str]) -> dict[str, Any]:
     f("original_max_position_embeddings", None)
+    f.only(attention_bias=False)
     own = {"residual_dropout": f("resid_pdrop", 0.0), "embedding_dropout": f("embd_pdrop", 0.0)}
-    return read(f, window=f("sliding_window", None), **own)
+    rope = {"share": "partial_rotary_factor"}
+    values = read(f, window=f("sliding_window", None), rope=rope, **own)
+    if values["rope_scaling"].kind != "none":
+        raise ValueError(f"config.json: rope type {values['rope_scaling'].kind!r} is not one of this family's")
+    return values
 
 
 def _write_phi3(cfg: ModelConfig) -> dict[str, Any]:
@@ -181,7 +190,7 @@ def _read_stablelm(f: Fields, names: Collection[str]) -> dict[str, Any]:
     residual = "parallel" if f("use_parallel_residual", False) else "pre"
     own = {"norm": "layer", "qkv_bias": f("use_qkv_bias", False), "residual": residual}
     own |= {"residual_dropout": f("hidden_dropout", 0.0)}
-    return read(f, norm_eps="layer_norm_eps", **own) | f.rope(f("max_position_embeddings"), fraction=0.25)
+    return read(f, norm_eps="layer_norm_eps", rope={"share": "partial_rotary_factor", "fraction": 0.25}, **own)
 
 
 def _write_stablelm(cfg: ModelConfig) -> dict[str, Any]:

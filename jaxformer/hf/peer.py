@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 BATCH, LENGTH, VALID, TARGETS, PROMPT = 3, 17, 11, 11, 5
 UNPADDED = [0, 2]
+EAGER = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if transformers.__version__ >= "5" else {})
 SOURCE = ("input_ids", "attention_mask", "token_type_ids")
 NEW_TOKENS = 12
 _BEAM = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": NEW_TOKENS}
@@ -35,9 +36,7 @@ def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     name = (config.architectures or [None])[0]
     if not hasattr(transformers, str(name)):
         raise ValueError(f"{folder}/config.json: this transformers has no class for architectures={config.architectures}")
-    model, report = getattr(transformers, name).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
+    model, report = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **EAGER, output_loading_info=True)
     if left := {what: sorted(map(str, found)) for what, found in report.items() if found}:
         raise ValueError(f"{folder}: transformers itself does not use the folder as it is: {left}")
     model = without_padding_rows(model.eval())
@@ -96,7 +95,7 @@ def built(name: str, config: Any, tensors: dict[str, np.ndarray]) -> Any:
         save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         transformers.GenerationConfig().save_pretrained(folder)  # it is looked for
         model, report = getattr(transformers, name).from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+            folder, config=config, dtype=torch.float32, **EAGER, output_loading_info=True
         )
     assert not any(report.values()), report
     again = stored(model)[0]

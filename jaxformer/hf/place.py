@@ -18,6 +18,8 @@ from jaxformer.hf import files
 from jaxformer.hf.layout import Source
 from jaxformer.spec import Param
 
+Sources = Sequence[tuple[tuple[int, ...], Source]]
+"""``(rows of ours, source)``: the rows are of the layers and experts that a file has tensors of their own for."""
 BLOCK = 4 << 20  # bytes that are transposed at a time: the CPU's caches hold them
 AT_ONCE = 8  # blocks, after which what was read of the file is let go
 ALIGNMENT = 64  # bytes; a host array that starts so becomes a CPU's array without being copied
@@ -36,41 +38,37 @@ class Placer:
     def __exit__(self, *error):
         self._pool.shutdown()
 
-    def array(self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None = None) -> jax.Array:
+    def array(self, sources: Sources, param: Param, sharding: NamedSharding | None = None) -> jax.Array:
         """``param``'s array, on its shards (the default device unless given). sources: of each layer, or the only one."""
         device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-        on_host = device.platform == "cpu"
-        stacked = param.dims.startswith("L")
-        if on_host or not stacked:
-            return self._whole(sources, param, sharding)
+        if device.platform == "cpu" or not param.dims.startswith("L"):
+            return self._whole(sources, param, param.dims, sharding)
         return self.by_layer(sources, param, sharding)
 
-    def by_layer(self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None) -> jax.Array:
+    def by_layer(self, sources: Sources, param: Param, sharding: NamedSharding | None) -> jax.Array:
         """A stacked array of an accelerator, of which the host never has more than a layer."""
         out = jnp.zeros(param.shape(self._cfg), self._dtype(param), device=sharding)
         one = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-        for number, source in enumerate(sources):
-            layer = self._whole([source], param, one, dims=param.dims[1:])
-            out = _put(out, layer, number)
+        for number in range(len(out)):
+            own = [(rows[1:], source) for rows, source in sources if rows[0] == number]
+            out = _put(out, self._whole(own, param, param.dims[1:], one), number)
         return out
 
     def _dtype(self, param: Param):
         return jnp.dtype(param.dtype or self._cfg.param_dtype)
 
-    def _whole(
-        self, sources: Sequence[Source], param: Param, sharding: NamedSharding | None, dims: str | None = None
-    ) -> jax.Array:
-        dims = param.dims if dims is None else dims
+    def _whole(self, sources: Sources, param: Param, dims: str, sharding: NamedSharding | None) -> jax.Array:
         sizes = self._cfg.sizes | dict(param.sizes)
         shape = tuple(sizes[letter] for letter in dims)
+        lead = len(sources[0][0])  # axes along which each row has a source
 
         def fill(index: Any) -> np.ndarray:
-            out = _aligned([len(range(*at.indices(size))) for at, size in zip(index, shape, strict=True)], self._dtype(param))
-            if not dims.startswith("L"):
-                self._copy(out, sources[0], dims, sizes, index)
-                return out
-            for row, source in zip(out, sources[index[0]], strict=True):
-                self._copy(row, source, dims[1:], sizes, index[1:])
+            spans = [range(*at.indices(size)) for at, size in zip(index, shape, strict=True)]
+            out = _aligned([len(span) for span in spans], self._dtype(param))
+            for rows, source in sources:
+                if all(row in span for row, span in zip(rows, spans[:lead], strict=True)):
+                    place = tuple(span.index(row) for row, span in zip(rows, spans[:lead], strict=True))
+                    self._copy(out[place], source, dims[lead:], sizes, index[lead:])
             return out
 
         if sharding is None:

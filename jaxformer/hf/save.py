@@ -22,6 +22,7 @@ from jaxformer.spec import Param
 # What a file does not say, and the model's numbers do not depend on
 EXECUTION = ("dtype", "param_dtype", "scan", "remat", "init", "init_std", "scale_residual_init")
 TOKENS = ("bos", "eos", "pad")
+TRAINING = ("dispatch", "capacity", "balance_loss", "z_loss", "balance_rate")
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
@@ -38,17 +39,19 @@ def save(
 
     family: the ``model_type`` to write, where several fit (the first of them unless given). tok: the tokenizer, which is
     written too; config.json then has its bos, eos and pad, and otherwise says that they are not known. Adjacent rotary pairs
-    are rearranged to the halves that published checkpoints have.
+    are rearranged to the halves that published checkpoints have (but for DeepSeek's).
 
     Raises ValueError, before anything is written, for a model that no family can express, with what stands in the way, and
     for a folder that has other files of weights.
     """
     folder = Path(folder)
     specs.check(params, model.spec(cfg), cfg)
-    if cfg.position == "rope" and cfg.rope_layout == "interleaved":
+    if cfg.position == "rope" and cfg.rope_layout == "interleaved" and cfg.attention == "grouped":
         cfg, params = rope.to_halves(cfg, params)
     chosen, values = describe(cfg, family)
     if tok is not None:
+        if tok.vocab_size > cfg.vocab_size:
+            raise ValueError(f"tok has {tok.vocab_size} ids, the model rows for {cfg.vocab_size}")
         values |= {f"{name}_token_id": i if (i := getattr(tok, f"{name}_id")) >= 0 else None for name in TOKENS}
     if folder.exists() and any(p.suffix in (".safetensors", ".msgpack", ".bin") for p in folder.iterdir()):
         raise ValueError(f"{folder} holds weights already; choose another folder")
@@ -97,12 +100,16 @@ def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[
 def _plain(cfg: ModelConfig) -> dict[str, Any]:
     """All that the numbers depend on, at inference."""
     unused = set(EXECUTION + DROPOUTS)
+    inference: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(cfg.experts) if field.name in TRAINING
+    }
     if cfg.position != "rope":
         unused |= {"rope_theta", "rope_layout", "rope_fraction", "rope_scaling", "rope_local_theta"}
     if cfg.position != "relative":
         unused |= {"relative_buckets", "relative_distance"}
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in unused}
-    standard = cfg.head_dim**-0.5
+    values["experts"] = dataclasses.replace(cfg.experts, **inference)
+    standard = (cfg.head_dim + cfg.latent.rope_dim if cfg.attention == "latent" else cfg.head_dim) ** -0.5
     values["attention_scale"] = standard if cfg.attention_scale is None else cfg.attention_scale
     values["window"] = tuple(layer.window for layer in cfg.layers)
     if "rope_local_theta" in values and (cfg.rope_local_theta is None or not any(values["window"])):
@@ -139,7 +146,7 @@ def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict,
         (folder / files.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-Part = tuple[Source, str, Param, int | None]
+Part = tuple[Source, str, Param, tuple[int, ...]]
 
 
 def plan(family: Family, cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
@@ -147,10 +154,9 @@ def plan(family: Family, cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], l
     found: dict[str, tuple[tuple[int, ...], list[Part]]] = {}
     table = family.tensors(cfg)
     for path, param in specs.walk(model.spec(cfg)):
-        stacked = param.dims.startswith("L")
-        for number, source in enumerate(numbered(param, table[path])):
+        for rows, source in numbered(path, param, table[path], cfg):
             _, parts = found.setdefault(source.name, (source.shape(sizes_of(param, cfg)), []))
-            parts.append((source, path, param, number if stacked else None))
+            parts.append((source, path, param, rows))
     if not cfg.has_head:  # the bare model's names
         found = {name.removeprefix(family.prefix): parts for name, parts in found.items()}
     return found
@@ -158,12 +164,12 @@ def plan(family: Family, cfg: ModelConfig) -> dict[str, tuple[tuple[int, ...], l
 
 def assemble(shape: tuple[int, ...], parts: list[Part], arrays: dict, cfg: ModelConfig) -> np.ndarray:
     """Their tensor, from our arrays by path."""
-    tensor = np.zeros(shape, jax.numpy.dtype(cfg.param_dtype))
+    tensor = np.zeros(shape, jax.numpy.dtype(parts[0][2].dtype or cfg.param_dtype))
     written: dict[int, np.ndarray] = {}
-    for source, path, param, layer in parts:
-        ours = np.asarray(arrays[path] if layer is None else arrays[path][layer])
+    for source, path, param, rows in parts:
+        ours = np.asarray(arrays[path][rows])
         if source.part in written and not np.array_equal(written[source.part], ours):
             raise ValueError(f"{path} has no tensor of its own in this family, and differs from the one it would share")
         written[source.part] = ours
-        source.put(tensor, ours, param.dims.removeprefix("L"), sizes_of(param, cfg))
+        source.put(tensor, ours, param.dims[len(rows) :], sizes_of(param, cfg))
     return tensor

@@ -5,14 +5,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxformer.config import ModelConfig
 from jaxformer.hf.fields import Fields
 from jaxformer.hf.layout import Source
 
 Table = dict[str, Source]
 GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-PLAIN = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu"} | dict.fromkeys(GELU_TANH, "gelu_tanh")
+PLAIN = {"relu": "relu", "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu"} | dict.fromkeys(
+    GELU_TANH, "gelu_tanh"
+)
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"} | dict.fromkeys(GELU_TANH, "geglu_tanh")
+SHARED_TABLE = {f"{stack}.embed_tokens.weight": "embedding.token" for stack in ("encoder", "decoder")}
+"""What files of encoder–decoders may repeat."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class Family:
     """Names of tensors that a file may repeat, and our path of the one they must be equal to."""
     buffers: tuple[str, ...] = ()
     """Patterns (re) of names that hold nothing trained, and are computed here."""
+    constant: Callable[[ModelConfig, str], np.ndarray] | None = None
+    """What such a tensor must hold, where transformers would read another."""
+    older: tuple[tuple[str, str], ...] = ()
+    """Ends of names, and what they are in older files."""
 
     @property
     def bare(self) -> str:

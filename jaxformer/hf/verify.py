@@ -43,6 +43,9 @@ def compare(cfg: ModelConfig, params: dict, kind: str, reference: dict[str, np.n
     kind: the folder's model_type. eos and pad: ids that generation ends with and fills up by.
     """
     ref = {name: value for name, value in reference.items() if name not in ("config", "shapes")}
+    if not any("logits" in name or "hidden" in name or name == "loss" for name in ref) or "input_ids" not in ref:
+        raise ValueError(f"the reference holds nothing to compare: {', '.join(sorted(ref))}")
+    ref.setdefault("attention_mask", np.ones(ref["input_ids"].shape, np.int32))
     given = _inputs(cfg, ref)
     yield from _hidden(cfg, params, ref)  # in the order of the forward: the first that is off is where to look
     yield from _outputs(cfg, params, ref, given)

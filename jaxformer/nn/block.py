@@ -6,7 +6,8 @@ import jax
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, mlp, moe, norm
-from jaxformer.nn.attention import Entries, KeyValue
+from jaxformer.nn.attend import Entries
+from jaxformer.nn.attention import KeyValue
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import named, scope

@@ -49,7 +49,12 @@ gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
 gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
 
 Activation = Callable[[jax.Array], jax.Array]
-ACTIVATIONS: dict[str, Activation] = {"relu": jax.nn.relu, "gelu": gelu_exact, "gelu_tanh": gelu_tanh}
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": gelu_exact,
+    "gelu_tanh": gelu_tanh,
+}
 GATES: dict[str, Activation] = {"swiglu": jax.nn.silu, "geglu": gelu_exact, "geglu_tanh": gelu_tanh}
 
 CHOICES = {

@@ -1,8 +1,8 @@
 """A feed-forward of experts: each token goes to the few that a router chooses (Shazeer et al. 2017), and to the shared ones.
 
-Tokens are taken together, [T, D] for all rows; J is the letter of a token's choices, R of a (token, choice) pair, C of an
-expert's room. Two dispatches give the same numbers: dropless, a product of sorted tokens with the experts' weights that knows
-where each expert's tokens end; and capacity, fixed rooms, where a token whose expert is full passes by.
+Tokens are taken together, [T, D] for all rows; M stands for T·J. Two dispatches give the same numbers: dropless, a product of
+sorted tokens with the experts' weights that knows where each expert's tokens end; and capacity, fixed rooms, where a token
+whose expert is full passes by.
 """
 
 import dataclasses
@@ -112,12 +112,12 @@ def _best_groups(choice_TE: jax.Array, experts: Experts) -> jax.Array:
 
 def _dropless(params, x_TD, routing, valid_T, cfg):
     number, choices = cfg.experts.number, cfg.experts.per_token
-    expert_R = routing.expert.reshape(-1)
-    order_R = jnp.argsort(expert_R, stable=True)
-    sizes_E = jnp.bincount(expert_R, length=number)
-    y_RD = _experts(params, x_TD[order_R // choices], functools.partial(ragged_dot, sizes=sizes_E), cfg)
-    back_R = jnp.argsort(order_R)
-    return _combine(y_RD[back_R], routing.weight, x_TD), jnp.ones(routing.expert.shape, bool)
+    expert_M = routing.expert.reshape(-1)
+    order_M = jnp.argsort(expert_M, stable=True)
+    sizes_E = jnp.bincount(expert_M, length=number)
+    y_MD = _experts(params, x_TD[order_M // choices], functools.partial(ragged_dot, sizes=sizes_E), cfg)
+    back_M = jnp.argsort(order_M)
+    return _combine(y_MD[back_M], routing.weight, x_TD), jnp.ones(routing.expert.shape, bool)
 
 
 def _capacity(params, x_TD, routing, valid_T, cfg):
@@ -130,28 +130,28 @@ def _capacity(params, x_TD, routing, valid_T, cfg):
     before = jnp.cumsum(is_mine.reshape(-1, experts.number), axis=0, dtype=jnp.int32).reshape(is_mine.shape) - is_mine
     place_JT = jnp.take_along_axis(before, expert_JT[..., None], axis=-1)[..., 0]
     kept_JT = (place_JT < room) & valid_T
-    slot_R = jnp.where(kept_JT, expert_JT * room + place_JT, experts.number * room).reshape(-1)
-    token_R = jnp.tile(jnp.arange(tokens), choices)
-    rooms = jnp.zeros((experts.number * room, x_TD.shape[-1]), x_TD.dtype).at[slot_R].set(x_TD[token_R], mode="drop")
+    slot_M = jnp.where(kept_JT, expert_JT * room + place_JT, experts.number * room).reshape(-1)
+    token_M = jnp.tile(jnp.arange(tokens), choices)
+    rooms = jnp.zeros((experts.number * room, x_TD.shape[-1]), x_TD.dtype).at[slot_M].set(x_TD[token_M], mode="drop")
 
     def product(x, kernel):
         by_expert = x.reshape(experts.number, room, -1)
-        return jnp.einsum("ECI,EIO->ECO", by_expert, kernel.astype(x.dtype)).reshape(-1, kernel.shape[-1])
+        return jnp.einsum("ECD,EDF->ECF", by_expert, kernel.astype(x.dtype)).reshape(-1, kernel.shape[-1])
 
     y = _experts(params, rooms, product, cfg)
-    y_RD = y.at[slot_R].get(mode="fill", fill_value=0)
-    y_RD = jnp.swapaxes(y_RD.reshape(choices, tokens, -1), 0, 1).reshape(tokens * choices, -1)
-    return _combine(y_RD, routing.weight, x_TD), kept_JT.T
+    y_MD = y.at[slot_M].get(mode="fill", fill_value=0)
+    y_MD = jnp.swapaxes(y_MD.reshape(choices, tokens, -1), 0, 1).reshape(tokens * choices, -1)
+    return _combine(y_MD, routing.weight, x_TD), kept_JT.T
 
 
-def _experts(params, x_RD, product, cfg):
+def _experts(params, x_MD, product, cfg):
     """Every row by its own expert; ``product(rows, kernels)`` knows which that is."""
-    hidden = mlp.GATES[cfg.mlp](product(x_RD, params["gate"])) * product(x_RD, params["up"])
+    hidden = mlp.GATES[cfg.mlp](product(x_MD, params["gate"])) * product(x_MD, params["up"])
     return product(hidden, params["down"])
 
 
-def _combine(y_RD, weight_TJ, x_TD):
-    y_TJD = y_RD.reshape(*weight_TJ.shape, -1)
+def _combine(y_MD, weight_TJ, x_TD):
+    y_TJD = y_MD.reshape(*weight_TJ.shape, -1)
     return jnp.einsum("TJD,TJ->TD", y_TJD, weight_TJ.astype(x_TD.dtype))
 
 

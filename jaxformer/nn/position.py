@@ -70,9 +70,14 @@ def _learned_apply(params, x_BTD, positions_BT, cfg):
     return x_BTD + jnp.where(inside[..., None], rows.at[positions_BT + cfg.position_offset].get(mode="clip"), jnp.nan)
 
 
+def half_sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """``sinusoids``, all sines before all cosines."""
+    angle = angles(positions, width, 10_000.0)
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
 def _sinusoidal_half_apply(params, x_BTD, positions_BT, cfg):
-    angle = angles(positions_BT, cfg.d_model, 10_000.0)
-    return x_BTD + jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1).astype(x_BTD.dtype)
+    return x_BTD + half_sinusoids(positions_BT, cfg.d_model).astype(x_BTD.dtype)
 
 
 def buckets(distance: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def ragged_dot(x_RI: jax.Array, kernel_EIO: jax.Array, sizes: jax.Array) -> jax.Array:
-    """[R, O]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
+def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.Array:
+    """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
 
     Accelerators have a kernel for it (``jax.lax.ragged_dot``). For CPUs, XLA would multiply every row with every kernel: there
     the rows are laid out in blocks of one group each, and blocks multiplied with copies of their kernels.
     """
-    kernel_EIO = kernel_EIO.astype(x_RI.dtype)
-    return jax.lax.platform_dependent(x_RI, kernel_EIO, sizes, cpu=_by_blocks, default=jax.lax.ragged_dot)
+    kernel_EDF = kernel_EDF.astype(x_MD.dtype)
+    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, default=jax.lax.ragged_dot)
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -19,17 +19,17 @@ def block_rows(rows: int, groups: int) -> int:
     return 1 << max(0, min(7, (rows // (16 * groups)).bit_length() - 1))
 
 
-def _by_blocks(x_RI, kernel_EIO, sizes_E):
-    rows, groups = len(x_RI), len(kernel_EIO)
+def _by_blocks(x_MD, kernel_EDF, sizes_E):
+    rows, groups = len(x_MD), len(kernel_EDF)
     size = block_rows(rows, groups)
     blocks = rows if size == 1 else rows // size + groups  # enough for any sizes
     count_E = -(-sizes_E // size)
     last_E = jnp.cumsum(count_E)
-    group_N = jnp.searchsorted(last_E, jnp.arange(blocks), side="right")  # past the last group where a block is not needed
-    group_N = jnp.minimum(group_N, groups - 1)
-    group_R = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows), side="right")
+    group_B = jnp.searchsorted(last_E, jnp.arange(blocks), side="right")  # past the last group where a block is not needed
+    group_B = jnp.minimum(group_B, groups - 1)
+    group_M = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows), side="right")
     first_E = jnp.cumsum(sizes_E) - sizes_E
-    at_R = (last_E - count_E)[group_R] * size + jnp.arange(rows) - first_E[group_R]
-    spread = jnp.zeros((blocks * size, x_RI.shape[1]), x_RI.dtype).at[at_R].set(x_RI, unique_indices=True)
+    at_M = (last_E - count_E)[group_M] * size + jnp.arange(rows) - first_E[group_M]
+    spread = jnp.zeros((blocks * size, x_MD.shape[1]), x_MD.dtype).at[at_M].set(x_MD, unique_indices=True)
     blocked = spread.reshape(blocks, size, -1)
-    return jnp.einsum("NRI,NIO->NRO", blocked, kernel_EIO[group_N]).reshape(blocks * size, -1)[at_R]
+    return jnp.einsum("BTD,BDF->BTF", blocked, kernel_EDF[group_B]).reshape(blocks * size, -1)[at_M]

@@ -98,6 +98,8 @@ def _yarn(scaling: RopeScaling, theta: float, width: int) -> np.ndarray:
 def to_halves(cfg: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """The same function with rope_layout="half": the rotated part of every query and key head is put in order, evens before
     odds, and with it biases and norms of the head's width; values and outputs stay."""
+    if cfg.attention != "grouped":
+        raise ValueError(f"to_halves knows the heads of attention='grouped', not of {cfg.attention!r}")
     width = cfg.rotary_dim
     order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2), np.arange(width, cfg.head_dim)])
 

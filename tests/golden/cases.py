@@ -52,6 +52,22 @@ def scaled(rope_type: str, base: float, length: int, long: int, **more: Any) -> 
     return llama(theta(base), theta(base, rope_type=rope_type, **more | {"factor": 3.0}), long=long, **config)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 16}
+DEEPSEEK = (
+    CAUSAL
+    | {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 14}
+    | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6, "n_routed_experts": 8, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0}
+    | {"rope_parameters": YARN | {"rope_theta": 100.0}}
+)
+DEEPSEEK_CHANGES: tuple[dict[str, Any], ...] = (
+    {"rope_interleave": False},
+    {"n_group": 1, "topk_group": 1},
+    {"norm_topk_prob": False},
+    {"routed_scaling_factor": 1.0},
+    {"rope_parameters": YARN | {"rope_theta": 100.0, "mscale_all_dim": 0.5}},
+    {"num_experts_per_tok": 2},
+)
 SEQ2SEQ = {
     "d_model": 24,
     "encoder_layers": 2,
@@ -205,6 +221,23 @@ CASES: dict[str, Case] = {
         | {"use_qkv_bias": True}
         | theta(5000.0, partial_rotary_factor=0.5),
         (theta(5000.0, partial_rotary_factor=1.0), {"layer_norm_eps": 1e-6}),
+    ),
+    "mixtral": Case(
+        "MixtralForCausalLM",
+        GROUPED | {"intermediate_size": 28, "num_local_experts": 4, "num_experts_per_tok": 2} | theta(5000.0),
+        ({"num_experts_per_tok": 1}, {"rms_norm_eps": 1e-6}),
+    ),
+    "qwen3_moe": Case(
+        "Qwen3MoeForCausalLM",
+        GROUPED
+        | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 6, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 20, "norm_topk_prob": False}
+        | theta(5000.0),
+        ({"norm_topk_prob": True}, {"num_experts_per_tok": 2}),
+    ),
+    "deepseek_v3": Case("DeepseekV3ForCausalLM", DEEPSEEK | {"q_lora_rank": 18}, DEEPSEEK_CHANGES),
+    "deepseek_v3_plain_query": Case(
+        "DeepseekV3ForCausalLM", DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0}, DEEPSEEK_CHANGES
     ),
     "bert": Case("BertModel", BERT, BERT_CHANGES),
     "bert_mlm": Case("BertForMaskedLM", BERT, BERT_CHANGES),
