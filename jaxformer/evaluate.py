@@ -21,12 +21,12 @@ def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_by
     sums: dict[str, Any] = {}
     for batch in batches:
         for name, value in evaluate(params, batch).items():
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] = sums.get(name, 0.0) + np.asarray(value, np.float64)
     if not sums:
         return {}
     metrics = {name: float(value) for name, value in means(sums).items() if name != "weight"}
     if text_bytes:
-        metrics["bits_per_byte"] = sums["nll"] / text_bytes / math.log(2)
+        metrics["bits_per_byte"] = float(sums["nll"]) / text_bytes / math.log(2)
     return metrics
 
 

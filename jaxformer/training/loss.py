@@ -10,6 +10,8 @@ import numpy as np
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
+from jaxformer.nn.moe import Routed
+from jaxformer.training import balance
 
 IGNORE = -100
 """A target that is not trained, whatever its weight."""
@@ -28,7 +30,8 @@ def loss(
     label_smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean cross-entropy in nats, and metrics: loss (without smoothing), accuracy, weight (tokens that count).
+    """Mean cross-entropy in nats, and metrics: loss (without smoothing), accuracy, weight (tokens that count). With experts,
+    plus their ``balance_loss`` and ``z_loss``, and the metrics of ``balance.metrics``.
 
     batch: tokens [B, T], targets [B, T] (the token after each; −100: not trained), weights [B, T]; optional segments,
     positions, valid, source, source_valid as ``jf.hidden`` takes them. key: turns dropout on. label_smoothing ε trains on
@@ -49,20 +52,30 @@ def loss_sum(
     *,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
+    axis_name: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The numerator of ``loss``, and sums (nll, correct, weight) that may be added over microbatches and devices."""
+    """The numerator of ``loss``, and sums (nll, correct, weight; of experts, what ``balance`` goes by) that may be added over
+    microbatches and over the devices of ``axis_name``."""
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1 position, or None for all")
     check(batch, cfg)
     given = {name: batch[name] for name in OPTIONAL if name in batch}
-    hidden_BTD = model.hidden(params, batch["tokens"], cfg, key=key, **given)
     targets, weights = jnp.asarray(batch["targets"]), counted_weights(batch)
+    routed = Routed(given.get("valid", weights != 0)) if cfg.experts.number else None
+    hidden_BTD = model.hidden(params, batch["tokens"], cfg, key=key, routed=routed, **given)
     whole = functools.partial(_chunk_sum, params, cfg, label_smoothing)
     if chunk is None or chunk >= hidden_BTD.shape[1]:
-        return whole(hidden_BTD, targets, weights)
-    return _by_chunks(whole, chunk, hidden_BTD, targets, weights)
+        total, sums = whole(hidden_BTD, targets, weights)
+    else:
+        total, sums = _by_chunks(whole, chunk, hidden_BTD, targets, weights)
+    if routed is None:
+        return total, sums
+    did = balance.collect(routed)
+    # Divided by the weight of all, as the cross-entropy will be, this is the penalty itself.
+    weight = sums["weight"] if axis_name is None else jax.lax.psum(sums["weight"], axis_name)
+    return total + weight * balance.penalty(did, cfg.experts, axis_name), sums | did
 
 
 def counted_weights(batch: Batch) -> jax.Array:
@@ -73,7 +86,8 @@ def counted_weights(batch: Batch) -> jax.Array:
 def means(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Metrics from summed ones."""
     count = _counted(sums["weight"])
-    return {"loss": sums["nll"] / count, "accuracy": sums["correct"] / count, "weight": sums["weight"]}
+    found = {"loss": sums["nll"] / count, "accuracy": sums["correct"] / count, "weight": sums["weight"]}
+    return found | (balance.metrics(sums) if "load" in sums else {})
 
 
 def _counted(weight):

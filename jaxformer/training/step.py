@@ -11,6 +11,7 @@ from flax import struct
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
+from jaxformer.training import balance
 from jaxformer.training.loss import Batch, counted_weights, loss_sum, means
 from jaxformer.training.optim import OptimConfig, learning_rate, optimizer
 
@@ -48,7 +49,8 @@ def make_update(
     """``update(state, batch)``. The loss is a mean over all counted tokens of the step: of every microbatch, and of every
     device of ``axis_name`` (the name of a ``pmap``'s axis).
 
-    metrics: loss, accuracy, weight (counted tokens), grad_norm (before clipping), lr.
+    metrics: loss, accuracy, weight (counted tokens), grad_norm (before clipping), lr; with experts, those of
+    ``balance.metrics``, whose loss each microbatch has for itself.
     """
     transform = optimizer(optim, steps, cfg)
     has_dropout = max(cfg.attention_dropout, cfg.residual_dropout, cfg.embedding_dropout) > 0
@@ -64,9 +66,8 @@ def make_update(
         scale = 1.0 / jnp.where(weight == 0.0, 1.0, weight)
 
         def objective(params, part, part_key):
-            total, sums = loss_sum(
-                params, part, cfg, part_key if has_dropout else None, label_smoothing=label_smoothing, chunk=loss_chunk
-            )
+            given: dict[str, Any] = {"label_smoothing": label_smoothing, "chunk": loss_chunk, "axis_name": axis_name}
+            total, sums = loss_sum(params, part, cfg, part_key if has_dropout else None, **given)
             return total * scale, sums
 
         grads, sums = over_devices(_accumulate(jax.grad(objective, has_aux=True), state.params, batch, key, microbatches))
@@ -74,6 +75,8 @@ def make_update(
         lr = learning_rate(optim, state.step, steps)
         metrics = means(sums) | {"grad_norm": optax.global_norm(grads), "lr": lr}
         params = optax.apply_updates(state.params, updates)
+        if rate := cfg.experts.balance_rate:
+            params = balance.move_bias(params, sums["load"], rate)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update

@@ -1,0 +1,239 @@
+"""Experts: against a plain loop over them, in both dispatches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxformer as jf
+from jaxformer.nn import moe, ragged
+from jaxformer.nn.moe import Routed
+from jaxformer.parts import Experts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+BASE = Experts(number=4, per_token=2, d_ff=12)
+SCORES = {
+    "softmax": BASE,
+    "as they are": dataclasses.replace(BASE, normalize=False, per_token=1),
+    "sigmoid": dataclasses.replace(BASE, score="sigmoid", scale=2.5, selection_bias=True, shared=2),
+    "groups": dataclasses.replace(BASE, number=6, groups=3, groups_per_token=2, per_token=3, score="sigmoid"),
+}
+
+
+def model(experts, **fields):
+    sizes = {"vocab_size": 40, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 32}
+    return jf.presets.llama(**sizes | fields, experts=experts)
+
+
+def layer(cfg, seed=0, tokens=11):
+    """Parameters of one layer's experts, and rows to put through it."""
+    rng = np.random.default_rng(seed)
+    shapes = {path: param.shape(cfg) for path, param in jf.spec.walk(moe.spec(cfg))}
+    flat = {path: jnp.asarray(rng.normal(size=shape) / shape[-1] ** 0.5, jnp.float32) for path, shape in shapes.items()}
+    params = {name: value for name, value in flat.items() if "." not in name}
+    if "shared.up" in flat:
+        params["shared"] = {path.split(".")[1]: value for path, value in flat.items() if "." in path}
+    return params, jnp.asarray(rng.normal(size=(1, tokens, cfg.d_model)), jnp.float32)
+
+
+def chosen_by_hand(params, x_BTD, experts, room=None):
+    """Each token's experts, the best first, and which of them have room for it, first choices first."""
+    logits = np.asarray(x_BTD[0] @ params["router"])
+    scores = np.asarray(jax.nn.softmax(logits)) if experts.score == "softmax" else 1 / (1 + np.exp(-logits))
+    chosen = []
+    for row in scores + np.asarray(params.get("bias", 0.0)):
+        allowed = list(range(experts.number))
+        if experts.groups > 1:
+            size = experts.number // experts.groups
+            groups = [sorted(row[g * size : (g + 1) * size])[-2:] for g in range(experts.groups)]
+            best = sorted(range(experts.groups), key=lambda g: -sum(groups[g]))[: experts.groups_per_token]
+            allowed = [e for e in allowed if e // size in best]
+        chosen.append(sorted(allowed, key=lambda e: (-row[e], e))[: experts.per_token])
+    used = dict.fromkeys(range(experts.number), 0)
+    kept = np.zeros((len(chosen), experts.per_token), bool)
+    for j in range(experts.per_token):
+        for t, mine in enumerate(chosen):
+            kept[t, j] = room is None or used[mine[j]] < room
+            used[mine[j]] += 1
+    return chosen, kept
+
+
+def by_hand(params, x_BTD, experts, chosen, kept):
+    """Token by token and expert by expert."""
+    x, out = x_BTD[0], []
+    logits = x @ params["router"]
+    scores = jax.nn.softmax(logits) if experts.score == "softmax" else 1 / (1 + jnp.exp(-logits))
+    for t, mine in enumerate(chosen):
+        weight = jnp.stack([scores[t, e] for e in mine])
+        weight = (weight / weight.sum() if experts.normalize else weight) * experts.scale
+        total = jnp.zeros(x.shape[1])
+        for j, e in enumerate(mine):
+            hidden = jax.nn.silu(x[t] @ params["gate"][e]) * (x[t] @ params["up"][e])
+            total = total + (weight[j] * (hidden @ params["down"][e]) if kept[t, j] else 0.0)
+        if "shared" in params:
+            own = params["shared"]
+            total = total + (jax.nn.silu(x[t] @ own["gate"]) * (x[t] @ own["up"])) @ own["down"]
+        out.append(total)
+    return jnp.stack(out)[None]
+
+
+def close(a, b):
+    # Sums of some dozen products of order 1, in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), a, b)
+
+
+def compared(experts, params, x_BTD, room=None):
+    cfg, (chosen, kept) = model(experts), chosen_by_hand(params, x_BTD, experts, room)
+    weights = jnp.cos(jnp.arange(x_BTD.size)).reshape(x_BTD.shape)
+
+    def ours(params, x):
+        return (moe.apply(params, x, cfg) * weights).sum()
+
+    def theirs(params, x):
+        return (by_hand(params, x, experts, chosen, kept) * weights).sum()
+
+    hand = jax.jit(lambda params, x: by_hand(params, x, experts, chosen, kept))
+    close(moe.apply(params, x_BTD, cfg), hand(params, x_BTD))
+    found, expected = (jax.jit(jax.grad(f, (0, 1)))(params, x_BTD) for f in (ours, theirs))
+    close(found, expected)
+    return found
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_dropless_is_a_loop_over_experts(name):
+    experts = SCORES[name]
+    params, x_BTD = layer(model(experts))
+    gradient = compared(experts, params, x_BTD)[0]
+    assert float(np.abs(gradient["router"]).max()) > 1e-3, "the router learns"
+    assert "bias" not in gradient or not np.asarray(gradient["bias"]).any()
+    chosen = {tuple(row) for row in chosen_by_hand(params, x_BTD, experts)[0]}
+    assert len(chosen) > 1, "tokens differ"
+
+
+@pytest.mark.parametrize("loads", ["one has all", "one has none"])
+def test_uneven_loads(loads):
+    params, x_BTD = layer(model(BASE))
+    x_BTD = jnp.abs(x_BTD)  # so that a column of the router decides
+    column = {"one has all": 3.0, "one has none": -3.0}[loads]
+    params["router"] = params["router"].at[:, 2].set(column)
+    routed = Routed()
+    moe.apply(params, x_BTD, model(BASE), routed=routed)
+    assert routed.layers[0]["load"][2] == (11 if column > 0 else 0)
+    compared(BASE, params, x_BTD)
+
+
+def test_capacity_with_room_is_dropless():
+    roomy = dataclasses.replace(BASE, dispatch="capacity", capacity=4.0)
+    params, x_BTD = layer(model(BASE))
+    close(moe.apply(params, x_BTD, model(roomy)), moe.apply(params, x_BTD, model(BASE)))
+    compared(roomy, params, x_BTD)
+
+
+def test_what_has_no_room_passes_by_and_is_counted():
+    tight = dataclasses.replace(BASE, dispatch="capacity", capacity=0.3)
+    room = 2  # of 11 · 2 choices, 0.3 of the even share of 4 experts: 1.65, rounded up
+    params, x_BTD = layer(model(BASE), tokens=11)
+    routed = Routed()
+    y_BTD = moe.apply(params, x_BTD, model(tight), routed=routed)
+    chosen, kept = chosen_by_hand(params, x_BTD, tight, room)
+    close(y_BTD, by_hand(params, x_BTD, tight, chosen, kept))
+    assert not kept.all() and routed.layers[0]["dropped"] == (~kept).sum()
+    lost = ~kept.any(1)
+    assert lost.any() and not np.asarray(y_BTD)[0, lost].any(), "nothing is added to the residual"
+    compared(tight, params, x_BTD, room)
+
+
+def test_padding_takes_no_room_and_does_not_count():
+    tight = dataclasses.replace(BASE, dispatch="capacity", capacity=1.0)
+    params, x_BTD = layer(model(BASE), tokens=8)
+    padded = jnp.concatenate([jnp.full((1, 8, 16), 100.0), x_BTD], axis=1)
+    valid = jnp.arange(16)[None] >= 8
+    looser = dataclasses.replace(tight, capacity=0.5)  # of twice as many tokens: the same room
+    alone, together = Routed(), Routed()
+    expected = moe.apply(params, x_BTD, model(tight), routed=alone)
+    found = moe.apply(params, padded, model(looser), valid=valid, routed=together)
+    close(found[:, 8:], expected)
+    assert not np.asarray(found[:, :8]).any()
+    close(together.layers, alone.layers)
+    assert alone.layers[0]["tokens"] == 8
+
+
+# The product
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 9, 2), (0, 0, 0, 16), (16, 0, 0, 0), (4, 4, 4, 4), (1, 1, 1, 13)])
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_rows_by_their_own_matrix(sizes, rows, monkeypatch):
+    monkeypatch.setattr(ragged, "block_rows", lambda *_: rows)
+    rng = np.random.default_rng(0)
+    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 3), (4, 3, 5)))
+    group = np.repeat(np.arange(4), sizes)
+    expected = np.stack([x_MD[i] @ kernel_EDF[g] for i, g in enumerate(group)])
+    sizes = jnp.asarray(sizes)
+    close(jax.jit(ragged.ragged_dot)(x_MD, kernel_EDF, sizes), expected)
+    close(jax.lax.ragged_dot(x_MD, kernel_EDF, sizes), expected)  # what accelerators take
+
+    def gradients(product):
+        return jax.jit(jax.grad(lambda x, k: (product(x, k, sizes) ** 2).sum(), (0, 1)))(x_MD, kernel_EDF)
+
+    for found, wanted in zip(gradients(ragged.ragged_dot), gradients(jax.lax.ragged_dot), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_are_few_and_small():
+    """No more than 12% of rows are padding, for any number of rows and experts, and a step of decoding has none."""
+    for rows in (1, 8, 64, 4096, 1 << 16):
+        for groups in (4, 8, 128):
+            size = ragged.block_rows(rows, groups)
+            assert size == 1 or size * groups <= 0.125 * rows
+    assert ragged.block_rows(16, 8) == 1 and ragged.block_rows(1 << 16, 8) == 128
+
+
+# In a model
+
+
+MIXED = dataclasses.replace(BASE, layers=(1, 2), shared=1)
+
+
+def test_layers_with_and_without_scanned_and_unrolled():
+    cfg = model(MIXED, n_layers=4)
+    params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
+    rows = {name: part["up"].shape[0] for name, part in params["decoder"]["layers"].items() if "up" in part}
+    assert rows == {"mlp": 2, "moe": 2}
+
+    def run(cfg, params):
+        routed = Routed()
+        return jf.hidden(params, tokens, cfg, routed=routed), routed.layers
+
+    plain = jax.jit(run, static_argnums=0)(cfg, params)
+    assert len(plain[1]) == 2 and float(plain[1][0]["load"].sum()) == 2 * tokens.size
+    for other in ({"scan": True}, {"remat": "full"}, {"scan": True, "remat": "dots"}):
+        found = jax.jit(run, static_argnums=0)(dataclasses.replace(cfg, **other), params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, plain)
+    close(jax.jit(run, static_argnums=0)(cfg, jf.model.unstack(params, cfg)), plain)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"number": 4}, "experts.d_ff must be given"),
+        ({"d_ff": 4}, "experts.d_ff has no effect with experts.number=0"),
+        ({"number": 2, "d_ff": 4, "per_token": 3}, "per_token=3 is more than experts.number=2"),
+        ({"number": 4, "d_ff": 4, "groups": 4}, "does not make 4 groups of two and more"),
+        ({"number": 8, "d_ff": 4, "groups": 4, "groups_per_token": 1, "per_token": 3}, "more than the 2 experts of a token's"),
+        ({"number": 4, "d_ff": 4, "balance_rate": 0.1}, "set experts.selection_bias"),
+        ({"number": 4, "d_ff": 4, "layers": (5,)}, "must name some of the layers 0 to 1"),
+        ({"number": 4, "d_ff": 4, "layers": ()}, "must name some of the layers"),
+    ],
+)
+def test_experts_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        model(Experts(**fields))
+
+
+def test_experts_are_gated():
+    with pytest.raises(ValueError, match="mlp='gelu_tanh' must be one of swiglu"):
+        jf.presets.gpt2(experts=BASE)
