@@ -12,7 +12,7 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
 """
 
 from jaxformer import flax, hf, presets, spec
-from jaxformer.config import ModelConfig, RopeScaling
+from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
@@ -23,7 +23,9 @@ from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
+from jaxformer.nn.moe import Routed
 from jaxformer.nn.named import capture, listen, named
+from jaxformer.parts import Experts, Latent, RopeScaling
 from jaxformer.run import Config, TrainConfig, load
 from jaxformer.spec import Param, bias, gain, kernel
 from jaxformer.training.loss import loss
@@ -35,13 +37,16 @@ __all__ = [
     "Config",
     "DataConfig",
     "DraftModel",
+    "Experts",
     "Generated",
+    "Latent",
     "ModelConfig",
     "OptimConfig",
     "Param",
     "Piece",
     "PromptLookup",
     "RopeScaling",
+    "Routed",
     "Sampling",
     "TrainConfig",
     "attention",

@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
+from jaxformer.parts import Experts, Latent
 
 
 def _preset(defaults: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
@@ -135,3 +136,40 @@ def mistral_7b(**fields) -> ModelConfig:
     """Mistral 7B v0.1: GQA, sliding window of 4,096 in every layer."""
     sizes = {"vocab_size": 32_000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14_336}
     return llama(**{**sizes, "max_length": 32_768, "window": 4096, **fields})
+
+
+def mixtral_8x7b(**fields) -> ModelConfig:
+    """Mixtral 8x7B (Jiang et al. 2024): 8 experts, 2 a token, in every layer."""
+    sizes = {"vocab_size": 32_000, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14_336}
+    experts = Experts(number=8, per_token=2, d_ff=14_336, balance_loss=0.02)
+    return llama(**{**sizes, "max_length": 32_768, "rope_theta": 1_000_000.0, "experts": experts, **fields})
+
+
+def qwen3_moe_30b_a3b(**fields) -> ModelConfig:
+    """Qwen3-30B-A3B: 128 experts of 768, 8 a token, in every layer; QK-norm."""
+    sizes = {"vocab_size": 151_936, "d_model": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "d_ff": 6144}
+    choices = {"head_dim": 128, "max_length": 40_960, "rope_theta": 1_000_000.0, "norm_eps": 1e-6, "qk_norm": True}
+    experts = Experts(number=128, per_token=8, d_ff=768, balance_loss=0.001)
+    return llama(**{**sizes, **choices, "experts": experts, **fields})
+
+
+def deepseek_v3(**fields) -> ModelConfig:
+    """DeepSeek-V3 (DeepSeek-AI 2024), up to its first context of 4,096: latent attention; after three dense layers, 256
+    experts, 8 a token from 4 of 8 groups, and a shared one, balanced by a bias."""
+    sizes = {"vocab_size": 129_280, "d_model": 7168, "n_layers": 61, "n_heads": 128, "head_dim": 128, "d_ff": 18_432}
+    choices = {"max_length": 4096, "norm_eps": 1e-6, "attention": "latent", "dtype": "bfloat16", "param_dtype": "bfloat16"}
+    latent = Latent(rank=512, query_rank=1536, rope_dim=64, value_dim=128)
+    experts = Experts(
+        number=256,
+        per_token=8,
+        d_ff=2048,
+        layers=tuple(range(3, 61)),
+        shared=1,
+        score="sigmoid",
+        scale=2.5,
+        groups=8,
+        groups_per_token=4,
+        selection_bias=True,
+        balance_rate=0.001,
+    )
+    return llama(**{**sizes, **choices, "latent": latent, "experts": experts, **fields})

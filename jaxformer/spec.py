@@ -127,6 +127,17 @@ def count(spec: Tree, cfg: ModelConfig) -> int:
     return sum(math.prod(param.shape(cfg)) for _, param in walk(spec))
 
 
+def active(spec: Tree, cfg: ModelConfig) -> int:
+    """Number of parameters that a token meets: of E experts those that it goes to, of all else everything."""
+
+    def met(param: Param) -> int:
+        number, rest = math.prod(param.shape(cfg)), param.dims.removeprefix("L")
+        is_expert = rest.startswith("E") and len(rest) > 1
+        return number // cfg.experts.number * cfg.experts.per_token if is_expert else number
+
+    return sum(met(param) for _, param in walk(spec))
+
+
 def check(params: Tree, spec: Tree, cfg: ModelConfig) -> None:
     """Raises ValueError with a tree diff (missing, unexpected, shape) where ``params`` is not what ``spec`` declares."""
     if not isinstance(params, dict):
