@@ -23,6 +23,15 @@ PRESETS: dict[str, jf.ModelConfig] = {
     "qwen2_5": jf.presets.qwen2_5_0_5b(**_SMALL, n_heads=4, n_kv_heads=2),
     "qwen3": jf.presets.qwen3_0_6b(**_SMALL, n_heads=4, n_kv_heads=2, head_dim=16),
     "mistral": jf.presets.mistral_7b(**_SMALL, n_heads=4, n_kv_heads=2, window=4),
+    "deepseek": jf.presets.deepseek_v3(
+        **_SMALL,
+        n_heads=4,
+        head_dim=8,
+        latent=jf.Latent(rank=12, query_rank=10, rope_dim=4, value_dim=6),
+        experts=jf.Experts(number=4, per_token=2, d_ff=12, layers=(1, 2), shared=1, score="sigmoid", selection_bias=True),
+        dtype="float32",
+        param_dtype="float32",
+    ),
     "mixed_windows": jf.presets.llama(**_SMALL, n_heads=4, window=(4, None, 4), rope_layout="half"),
 }
 DECODERS = {name: cfg for name, cfg in PRESETS.items() if not cfg.encoder_layers}

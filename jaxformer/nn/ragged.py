@@ -7,11 +7,27 @@ import jax.numpy as jnp
 def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.Array:
     """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
 
-    Accelerators have a kernel for it (``jax.lax.ragged_dot``). For CPUs, XLA would multiply every row with every kernel: there
-    the rows are laid out in blocks of one group each, and blocks multiplied with copies of their kernels.
+    ``jax.lax.ragged_dot`` multiplies every row with every kernel, on CPUs and (JAX 0.10) on TPUs. Here TPUs take JAX's own
+    Pallas kernel, in bfloat16. Anything else lays the rows out in blocks of one group each, and multiplies blocks with copies
+    of their kernels.
     """
     kernel_EDF = kernel_EDF.astype(x_MD.dtype)
-    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, default=jax.lax.ragged_dot)
+    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) else _by_blocks
+    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes.astype(jnp.int32), tpu=tpu, default=_by_blocks)
+
+
+TILE = 128
+
+
+def _fits_kernel(x_MD: jax.Array, kernel_EDF: jax.Array) -> bool:
+    return x_MD.dtype == jnp.bfloat16 and not any(size % TILE for size in (*x_MD.shape, kernel_EDF.shape[-1]))
+
+
+def _by_kernel(x_MD, kernel_EDF, sizes_E, interpret: bool = False):
+    from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+    tiling = tuple(max(t for t in (128, 256, 512) if size % t == 0) for size in (*x_MD.shape, kernel_EDF.shape[-1]))
+    return gmm(x_MD, kernel_EDF, sizes_E, preferred_element_type=x_MD.dtype, tiling=tiling, interpret=interpret)
 
 
 def block_rows(rows: int, groups: int) -> int:

@@ -1,0 +1,21 @@
+"""A small mixture of experts on the source code of the Python standard library.
+
+    python train.py configs/moe_quickstart.py
+
+The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 a token: as many active parameters,
+and four times as many in the feed-forwards. To be measured.
+"""
+
+import dataclasses
+
+import jaxformer as jf
+
+base = jf.presets.llama(vocab_size=2048, d_model=192, n_layers=4, n_heads=6, n_kv_heads=2, max_length=256, tied_head=True)
+experts = jf.Experts(number=8, per_token=2, d_ff=base.d_ff // 2, balance_loss=0.02, z_loss=0.001)
+
+config = jf.Config(
+    model=dataclasses.replace(base, experts=experts),
+    data=jf.DataConfig(vocab_size=2048, length=256, batch_size=8, validation_rows=64),
+    optim=jf.OptimConfig(lr=4e-3, warmup_steps=40),
+    train=jf.TrainConfig(steps=400, eval_every=200),
+)
