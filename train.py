@@ -90,7 +90,7 @@ def main(config: run.Config) -> None:
 def place(config: run.Config) -> Placement:
     """The update, compiled for the devices."""
     cfg, train = config.model, config.train
-    options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk")}
+    options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")}
     return PLACEMENTS[train.parallel](
         lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
     )

@@ -119,6 +119,8 @@ class ModelConfig(Strict):
     """A linear map and tanh of the first token (``jf.model.pooled``)."""
     head_bias: bool = False
     """Bias on the logits."""
+    mtp: bool = False
+    """A block more, which predicts the token after the next (``nn.mtp``)."""
     scale_head: bool = False
     """Multiply what the head reads by 1/sqrt(D)."""
     embedding_norm: bool = False
@@ -230,6 +232,8 @@ class ModelConfig(Strict):
             )
 
     def _check_encoder(self):
+        if self.mtp and (self.encoder_layers or not (self.causal and self.has_head) or self.position not in ("rope", "none")):
+            raise ValueError("mtp needs a causal decoder with a head, and position='rope' or 'none'")
         if self.encoder_layers and self.residual == "parallel":
             raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")
         if self.encoder_layers:

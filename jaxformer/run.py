@@ -39,6 +39,8 @@ class TrainConfig(Strict):
     """Share of the target probability that is spread over the whole vocabulary."""
     loss_chunk: int | None = None
     """Positions whose logits exist at a time; None: all."""
+    mtp_weight: float = 0.3
+    """Weight of the loss of the token after the next, in a model with model.mtp."""
     parallel: Literal["jit", "pmap"] = "jit"
     """How the rows of a batch are spread over the devices."""
     seed: int = 0
@@ -54,7 +56,7 @@ class TrainConfig(Strict):
         super().__post_init__()
         counts = ("steps", "eval_every", "log_every", "keep", "microbatches", "loss_chunk")
         within(self, 1, math.inf, *counts, prefix="train.")
-        within(self, 0, math.inf, "sample_tokens", "temperature", prefix="train.")
+        within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", prefix="train.")
         within(self, 0, 1, "label_smoothing", prefix="train.")
 
 

@@ -90,8 +90,8 @@ def bound(spec: Tree, cfg: ModelConfig) -> Tree:
     """The spec of a part that has a config of its own, whose sizes each tensor then carries."""
 
     def own(p: Param) -> Param:
-        given = dict(p.sizes)
-        return dataclasses.replace(p, sizes=tuple((letter, given.get(letter, cfg.sizes[letter])) for letter in p.dims))
+        sizes = {letter: cfg.sizes[letter] for letter in p.dims if letter in cfg.sizes} | dict(p.sizes)
+        return dataclasses.replace(p, sizes=tuple(sizes.items()))
 
     return _map(own, spec)
 

@@ -122,8 +122,13 @@ def _qwen3_tensors(cfg: ModelConfig) -> Table:
 def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
     _common(f)
     f.only(attention_bias=False, moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
-    for name in ("head_dim", "qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers"):
+    for name in ("head_dim", "qk_head_dim"):
         f(name, None)
+    ahead = _same(f, ("num_nextn_predict_layers", "num_mtp_layers"), 0)
+    number = f("num_hidden_layers")
+    mtp = ahead > 0 and any(f".layers.{number}." in name for name in names)  # many files leave it out
+    if mtp and ahead > 1:
+        raise ValueError(f"config.json: num_nextn_predict_layers={ahead} is not supported; supported: 0, 1")
     number, first = f("num_hidden_layers"), f("first_k_dense_replace", 3)
     experts = Experts(
         number=_same(f, ("n_routed_experts", "num_local_experts"), 256),
@@ -153,6 +158,7 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
         "attention": "latent",
         "latent": latent,
         "experts": experts,
+        "mtp": mtp,
         "attention_scale": (width + rope_dim) ** -0.5 * sharper * sharper,
         "rope_layout": "interleaved" if f("rope_interleave", True) else "half",
     }
@@ -183,7 +189,7 @@ def _write_deepseek(cfg: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": experts.scale,
         "n_group": experts.groups,
         "topk_group": experts.groups_per_token,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(cfg.mtp),
     }
 
 
@@ -223,11 +229,35 @@ def _deepseek_tensors(cfg: ModelConfig) -> Table:
     for ours, theirs in PROJECTIONS.items():
         dims = ("D", "F") if ours == "down" else ("F", "D")
         block |= linear(f"moe.shared.{ours}", f"mlp.shared_experts.{theirs}", *dims)
-    return tensors(cfg, block)
+    table = tensors(cfg, block)
+    if cfg.mtp:
+        name = f"model.layers.{cfg.n_layers}."
+        ends = {path: source for path, source in table.items() if path.startswith("decoder.layers.")}
+        table |= {
+            path.replace("decoder.layers.", "mtp.layer."): source._replace(name=source.name.replace("model.layers.{i}.", name))
+            for path, source in ends.items()
+        }
+        table |= normed("mtp.token_norm", name + "enorm") | normed("mtp.hidden_norm", name + "hnorm")
+        table |= normed("mtp.norm", name + "shared_head.norm")
+        table |= {
+            f"mtp.join_{part}": Source(name + "eh_proj.weight", "F[D|D]", i) for i, part in enumerate(("token", "hidden"))
+        }
+    return table
 
 
 FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _mixtral_tensors, **SHARED),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3, _qwen3_tensors, **SHARED),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_deepseek, _write_deepseek, _deepseek_tensors, **SHARED),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _read_deepseek,
+        _write_deepseek,
+        _deepseek_tensors,
+        prefix="model.",
+        # The published model repeats its tables for the block after its 61 layers.
+        same=SHARED["same"]
+        | {"model.layers.61.embed_tokens.weight": "embedding.token", "model.layers.61.shared_head.head.weight": "head.kernel"},
+        buffers=SHARED["buffers"],
+    ),
 )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
-from jaxformer.nn import block, inputs, mlp, norm, stack
+from jaxformer.nn import block, inputs, mlp, mtp, norm, stack
 from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
 from jaxformer.nn.moe import Routed
@@ -29,6 +29,8 @@ def spec(cfg: ModelConfig) -> dict:
     parts["decoder"] = stack.spec(cfg, crossing=cfg.encoder_layers > 0)
     if cfg.pooler:
         parts["pooler"] = _square(cfg)
+    if cfg.mtp:
+        parts["mtp"] = mtp.spec(cfg)
     return parts | ({"head": head} if (head := _head_spec(cfg)) else {})
 
 
@@ -127,6 +129,19 @@ def hidden(
         with scope("decoder"):
             given = {"places": places, "memory": memory, "cache": cache, "key": child(key, "decoder"), "routed": routed}
             return stack.apply(params["decoder"], x_BTD, cfg, **given)
+
+
+def after_next(
+    params: dict, hidden_BTD: jax.Array, tokens, cfg: ModelConfig, *, positions=None, segments=None, valid=None
+) -> jax.Array:
+    """What the head reads to predict the token after the next, [B, T, D] (``mtp``), of what it read to predict the next,
+    ``hidden``, and of the next tokens [B, T] themselves. Keywords and errors as ``hidden``'s, for the tokens before them."""
+    if not cfg.mtp:
+        raise ValueError("the model has no block for the token after the next (mtp=False)")
+    tokens = inputs.tokens("tokens", tokens, cfg)
+    places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
+    with _precision(cfg):
+        return mtp.apply(params["mtp"], embed(params, tokens, cfg), hidden_BTD, cfg, places=places)
 
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:

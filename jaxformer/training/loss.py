@@ -29,6 +29,7 @@ def loss(
     *,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
+    mtp_weight: float = 0.3,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy in nats, and metrics: loss (without smoothing), accuracy, weight (tokens that count). With experts,
     plus their ``balance_loss`` and ``z_loss``, and the metrics of ``balance.metrics``.
@@ -36,11 +37,12 @@ def loss(
     batch: tokens [B, T], targets [B, T] (the token after each; −100: not trained), weights [B, T]; optional segments,
     positions, valid, source, source_valid as ``jf.hidden`` takes them. key: turns dropout on. label_smoothing ε trains on
     (1 − ε) target + ε uniform (Szegedy et al. 2016). chunk: positions whose logits exist at a time, for large vocabularies.
+    mtp_weight: of the loss of the token after the next, in a model that predicts it (metric mtp_loss).
 
     Raises ValueError for missing or unknown entries, shapes that differ, and trained targets outside the vocabulary (inside
     ``jit`` the last makes the loss NaN).
     """
-    total, sums = loss_sum(params, batch, cfg, key, label_smoothing=label_smoothing, chunk=chunk)
+    total, sums = loss_sum(params, batch, cfg, key, label_smoothing=label_smoothing, chunk=chunk, mtp_weight=mtp_weight)
     return total / _counted(sums["weight"]), means(sums)
 
 
@@ -52,6 +54,7 @@ def loss_sum(
     *,
     label_smoothing: float = 0.0,
     chunk: int | None = None,
+    mtp_weight: float = 0.3,
     axis_name: str | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The numerator of ``loss``, and sums (nll, correct, weight; of experts, what ``balance`` goes by) that may be added over
@@ -66,16 +69,32 @@ def loss_sum(
     routed = Routed(given.get("valid", weights != 0)) if cfg.experts.number else None
     hidden_BTD = model.hidden(params, batch["tokens"], cfg, key=key, routed=routed, **given)
     whole = functools.partial(_chunk_sum, params, cfg, label_smoothing)
-    if chunk is None or chunk >= hidden_BTD.shape[1]:
-        total, sums = whole(hidden_BTD, targets, weights)
-    else:
-        total, sums = _by_chunks(whole, chunk, hidden_BTD, targets, weights)
+    if chunk is not None and chunk < hidden_BTD.shape[1]:
+        whole = functools.partial(_by_chunks, whole, chunk)
+    total, sums = whole(hidden_BTD, targets, weights)
+    if cfg.mtp:
+        more, ahead = whole(*_after_next(params, hidden_BTD, targets, weights, cfg, given))
+        total, sums = total + mtp_weight * more, sums | {"mtp_nll": ahead["nll"], "mtp_weight": ahead["weight"]}
     if routed is None:
         return total, sums
     did = balance.collect(routed)
     # Divided by the weight of all, as the cross-entropy will be, this is the penalty itself.
     weight = sums["weight"] if axis_name is None else jax.lax.psum(sums["weight"], axis_name)
     return total + weight * balance.penalty(did, cfg.experts, axis_name), sums | did
+
+
+def _after_next(params, hidden_BTD, targets, weights, cfg, given):
+    """What the head reads to predict the targets after the targets; those, the last of which is not there; and their weights:
+    a token counts where it and the one before it do, and belong together."""
+    known = jnp.where(weights == 0.0, 0, targets)
+    where = {name: given[name] for name in ("positions", "segments", "valid") if name in given}
+    read_BTD = model.after_next(params, hidden_BTD, known, cfg, **where)
+    later, later_weights = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (targets, weights))
+    together = weights != 0.0
+    if "segments" in given:
+        segments = jnp.asarray(given["segments"])
+        together = together & (segments == jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
+    return read_BTD, later, jnp.where(together, later_weights, 0.0)
 
 
 def counted_weights(batch: Batch) -> jax.Array:
@@ -87,6 +106,8 @@ def means(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Metrics from summed ones."""
     count = _counted(sums["weight"])
     found = {"loss": sums["nll"] / count, "accuracy": sums["correct"] / count, "weight": sums["weight"]}
+    if "mtp_nll" in sums:
+        found["mtp_loss"] = sums["mtp_nll"] / _counted(sums["mtp_weight"])
     return found | (balance.metrics(sums) if "load" in sums else {})
 
 

@@ -44,6 +44,7 @@ def make_update(
     microbatches: int = 1,
     label_smoothing: float = 0.0,
     loss_chunk: int | None = None,
+    mtp_weight: float = 0.3,
     axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """``update(state, batch)``. The loss is a mean over all counted tokens of the step: of every microbatch, and of every
@@ -67,6 +68,7 @@ def make_update(
 
         def objective(params, part, part_key):
             given: dict[str, Any] = {"label_smoothing": label_smoothing, "chunk": loss_chunk, "axis_name": axis_name}
+            given["mtp_weight"] = mtp_weight
             total, sums = loss_sum(params, part, cfg, part_key if has_dropout else None, **given)
             return total * scale, sums
 
