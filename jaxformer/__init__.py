@@ -17,6 +17,7 @@ from jaxformer.data import DataConfig, tokenizer
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import Generated, generate
+from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
@@ -41,6 +42,7 @@ __all__ = [
     "Generated",
     "Latent",
     "ModelConfig",
+    "MultiToken",
     "OptimConfig",
     "Param",
     "Piece",

@@ -131,7 +131,7 @@ def _search(params, prompts, lengths, source, *, plan: _Plan) -> _Hypotheses:
     params = model.unstack(params, plan.cfg)
     batch, n = len(prompts), plan.beams
     cache = empty(spec(plan.cfg, batch, plan.slots, plan.cache_dtype), plan.cfg)
-    last_BD, cache = loop.prefill(params, prompts, lengths, cache, plan.cfg, plan.chunk, **source)
+    last_BD, cache, _ = loop.prefill(params, prompts, lengths, cache, plan.cfg, plan.chunk, **source)
     row = jnp.repeat(jnp.arange(batch), n)
     none = _Hypotheses(
         jnp.full((batch, n, plan.max_new_tokens), plan.pad), jnp.zeros((batch, n), jnp.int32), jnp.full((batch, n), NEVER)

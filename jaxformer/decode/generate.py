@@ -12,6 +12,7 @@ from flax import struct
 from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
+from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
 from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
 from jaxformer.nn import model
@@ -52,7 +53,7 @@ def generate(
     top_logprobs: int = 0,
     prefill_chunk: int = 512,
     cache_dtype: Any = None,
-    draft: DraftModel | PromptLookup | None = None,
+    draft: DraftModel | PromptLookup | MultiToken | None = None,
 ) -> Generated:
     """Continues ``prompts``: a list of token lists of any lengths, or [B, T] with ``valid`` [B, T] (padding left or right).
 
@@ -60,16 +61,16 @@ def generate(
     begins every row. sampling: for all rows, or one a row. key: needed unless all of it is greedy; each row draws from
     its own key, whatever the other rows are. eos: ids that end a row (none unless given), which then emits ``pad``.
     num_return: outputs for each prompt, which is read once. top_logprobs: how many of the most probable tokens to report.
-    prefill_chunk: prompt tokens read at a time. draft: speculative decoding, by a smaller model or by looking up in the text;
-    the output is the same (greedy), or of the same distribution (sampled), only sooner.
+    prefill_chunk: prompt tokens read at a time. draft: speculative decoding, by a smaller model, by looking up in the text or
+    by the model's own block; the output is the same (greedy), or of the same distribution (sampled), only sooner.
 
     Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are taken
     apart at every call; ``jf.model.unstack(params, cfg)`` does that once for many.
 
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
-    if not isinstance(draft, DraftModel | PromptLookup | None):
-        raise ValueError(f"draft must be a DraftModel or a PromptLookup, not {type(draft).__name__}")
+    if not isinstance(draft, DraftModel | PromptLookup | MultiToken | None):
+        raise ValueError(f"draft must be a DraftModel, a PromptLookup or a MultiToken, not {type(draft).__name__}")
     given = {"valid": valid, "source": source, "source_valid": source_valid, "eos": eos, "pad": pad}
     given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype, "ahead": 0 if draft is None else draft.ahead}
     start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
@@ -111,9 +112,15 @@ def prepare(
     return plan, (start.ids, start.lengths, key, values, start.source)
 
 
-def _guessing(draft: DraftModel | PromptLookup, cfg: ModelConfig, longest: int, max_new_tokens: int) -> tuple[Guessing, Any]:
+def _guessing(
+    draft: DraftModel | PromptLookup | MultiToken, cfg: ModelConfig, longest: int, max_new_tokens: int
+) -> tuple[Guessing, Any]:
     if isinstance(draft, PromptLookup):
         return Guessing(draft.ahead, ngram=draft.ngram), None
+    if isinstance(draft, MultiToken):
+        if not cfg.mtp:
+            raise ValueError("draft=MultiToken() needs a model with mtp, a block for the token after the next")
+        return Guessing(draft.ahead, own=True), None
     if draft.cfg.vocab_size != cfg.vocab_size:
         raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, the model one of {cfg.vocab_size}")
     if draft.cfg.encoder_layers and not cfg.encoder_layers:

@@ -66,41 +66,57 @@ class Emitted:
     top_logprobs: Any
 
 
-def prefill(params, prompts, lengths, cache: Cache, cfg: ModelConfig, chunk: int, **source) -> tuple[jax.Array, Cache]:
-    """Reads prompts [B, T] of ``lengths`` [B]: what the head reads of each row's last token, [B, D], and the cache."""
+def prefill(
+    params, prompts, lengths, cache: Cache, cfg: ModelConfig, chunk: int, block: Cache | None = None, **source
+) -> tuple[jax.Array, Cache, Cache | None]:
+    """Reads prompts [B, T] of ``lengths`` [B]: what the head reads of each row's last token, [B, D], and the cache. block: an
+    empty cache of ``model.after_next``, which then has read all but the last."""
     batch, length = prompts.shape
 
-    def read(cache, start, tokens, **source):
+    def read(caches, start, tokens, following, **source):
+        cache, block = caches
         at = lengths[:, None] - 1 - start  # of the last token, in this chunk
-        valid = jnp.arange(tokens.shape[1]) <= at
-        hidden_BTD, cache = model.hidden(params, tokens, cfg, valid=valid, cache=cache, **source)
+        number = jnp.arange(tokens.shape[1])
+        hidden_BTD, cache = model.hidden(params, tokens, cfg, valid=number <= at, cache=cache, **source)
+        if block is not None:
+            _, block = model.after_next(params, hidden_BTD, following, cfg, valid=number < at, cache=block)
         here = jnp.clip(at, 0, tokens.shape[1] - 1)[..., None]
-        return jnp.take_along_axis(hidden_BTD, here, axis=1)[:, 0], (at >= 0) & (at < tokens.shape[1]), cache
+        last_BD = jnp.take_along_axis(hidden_BTD, here, axis=1)[:, 0]
+        return last_BD, (at >= 0) & (at < tokens.shape[1]), (cache, block)
 
+    following = jnp.pad(prompts[:, 1:], ((0, 0), (0, 1)))
     if length <= chunk:
-        last_BD, _, cache = read(cache, 0, prompts, **source)
-        return last_BD, cache
-    prompts = jnp.pad(prompts, ((0, 0), (0, -length % chunk)))
-    chunks = prompts.reshape(batch, -1, chunk).swapaxes(0, 1)
-    last_BD, _, cache = read(cache, 0, chunks[0], **source)
+        last_BD, _, caches = read((cache, block), 0, prompts, following, **source)
+        return last_BD, *caches
+    chunks, following = (
+        jnp.pad(x, ((0, 0), (0, -length % chunk))).reshape(batch, -1, chunk).swapaxes(0, 1) for x in (prompts, following)
+    )
+    last_BD, _, caches = read((cache, block), 0, chunks[0], following[0], **source)
 
     def step(carry, x):
-        last_BD, cache = carry
-        found_BD, here, cache = read(cache, *x)
-        return (jnp.where(here, found_BD, last_BD), cache), None
+        last_BD, caches = carry
+        found_BD, here, caches = read(caches, *x)
+        return (jnp.where(here, found_BD, last_BD), caches), None
 
     starts = jnp.arange(chunk, len(chunks) * chunk, chunk)
-    return jax.lax.scan(step, (last_BD, cache), (starts, chunks[1:]))[0]
+    last_BD, caches = jax.lax.scan(step, (last_BD, caches), (starts, chunks[1:], following[1:]))[0]
+    return last_BD, *caches
 
 
 def start(params, prompts, lengths, key, values, plan: Plan, **source) -> tuple[State, Emitted]:
     """Reads the prompts and chooses each row's first token."""
+    return start_with(params, prompts, lengths, key, values, plan, None, **source)[:2]
+
+
+def start_with(params, prompts, lengths, key, values, plan: Plan, block: Cache | None, **source):
+    """``start``, and what the head read of each row's last token, [rows, D], and ``prefill``'s block."""
     rows = len(prompts) * plan.copies
     cache = empty(spec(plan.cfg, len(prompts), plan.slots, plan.cache_dtype, plan.ahead), plan.cfg)
-    last_BD, cache = prefill(params, prompts, lengths, cache, plan.cfg, plan.chunk, **source)
+    last_BD, cache, block = prefill(params, prompts, lengths, cache, plan.cfg, plan.chunk, block, **source)
     if plan.copies > 1:
         row = jnp.repeat(jnp.arange(len(prompts)), plan.copies)
         last_BD, cache, prompts, lengths = last_BD[row], cache.take(row), prompts[row], lengths[row]
+        block = None if block is None else block.take(row)
     state = State(
         cache=cache,
         token=jnp.zeros(rows, jnp.int32),
@@ -109,7 +125,7 @@ def start(params, prompts, lengths, key, values, plan: Plan, **source) -> tuple[
         keys=jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows)),
         history=_history(prompts, lengths, plan) if plan.methods.remembers else None,
     )
-    return emit(params, last_BD, state, values, plan)
+    return *emit(params, last_BD, state, values, plan), last_BD, block
 
 
 def _history(prompts, lengths, plan: Plan) -> History:

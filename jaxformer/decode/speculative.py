@@ -1,7 +1,8 @@
 """Speculative decoding: several tokens are guessed, one forward judges them all, and the result is that of plain decoding.
 
 Greedy output is the same; sampled output has the same distribution (Leviathan et al. 2023; Chen et al. 2023). Guesses come from
-a smaller model of the same tokenizer, or from what followed the last few tokens earlier in the text (prompt look-up).
+a smaller model of the same tokenizer, from what followed the last few tokens earlier in the text (prompt look-up), or from the
+model's own block for the token after the next (``multitoken``).
 """
 
 import dataclasses
@@ -14,9 +15,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode import loop, sampling
+from jaxformer.decode import loop, multitoken, sampling
 from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.decode.loop import Emitted, Plan, State
+from jaxformer.decode.multitoken import Pairs
 from jaxformer.nn import model
 from jaxformer.record import Strict, within
 
@@ -51,11 +53,13 @@ class DraftModel(Strict):
 
 @dataclass(frozen=True)
 class Guessing:
-    """The part of a draft that decides what is compiled. cfg: the draft model's; ngram: of a look-up."""
+    """The part of a draft that decides what is compiled. ngram: of a look-up; cfg: the draft model's; own: whether it is the
+    model's own block."""
 
     ahead: int
     ngram: int = 0
     cfg: ModelConfig | None = None
+    own: bool = False
 
 
 @struct.dataclass
@@ -63,7 +67,7 @@ class _Round:
     """Between two rounds: where the rows stand, what the guesses come from, and the counts."""
 
     state: State
-    draft: Cache | None
+    draft: Cache | Pairs | None
     text: Any
     """int32 [B, S]: prompt and output, for look-up."""
     length: Any
@@ -79,14 +83,15 @@ class _Round:
 def speculate(params, draft_params, prompts, lengths, key, values, source, *, plan: Plan, guessing: Guessing):
     """What ``loop.run`` gives, and the guesses offered and accepted by row."""
     params = model.unstack(params, plan.cfg)
-    state, first = loop.start(params, prompts, lengths, key, values, plan, **source)
+    block = multitoken.begin(plan, len(prompts)) if guessing.own else None
+    state, first, last_BD, block = loop.start_with(params, prompts, lengths, key, values, plan, block, **source)
     row = jnp.repeat(jnp.arange(len(prompts)), plan.copies)
-    draft = None
+    draft: Any = None if block is None else multitoken.first(block, last_BD, state.token, guessing.ahead)
     if guessing.cfg is not None:
         draft_params = model.unstack(draft_params, guessing.cfg)
         draft = empty(spec(guessing.cfg, len(prompts), plan.slots, plan.cache_dtype, plan.ahead), guessing.cfg)
         given = source if guessing.cfg.encoder_layers else {}
-        _, draft = loop.prefill(draft_params, prompts, lengths, draft, guessing.cfg, plan.chunk, **given)
+        _, draft, _ = loop.prefill(draft_params, prompts, lengths, draft, guessing.cfg, plan.chunk, **given)
         draft = draft.take(row)
     text = jnp.pad(prompts, ((0, 0), (0, max(0, plan.slots - prompts.shape[1]))))[row]
     nothing = jnp.zeros(len(row), jnp.int32)
@@ -104,12 +109,14 @@ def _round(params, draft_params, carry: _Round, values, plan: Plan, guessing: Gu
     """Guess, judge, keep what is right and one token more."""
     state = carry.state
     keys = jax.vmap(lambda key, new: jax.random.split(jax.random.fold_in(key, new), 3))(state.keys, state.new)
-    if guessing.cfg is None:
+    offered, shaped_q, draft = jnp.full_like(state.new, guessing.ahead), None, None
+    if guessing.own:
+        assert isinstance(carry.draft, Pairs)
+        guesses, shaped_q, draft = multitoken.draw(params, carry.draft, state, keys[:, 0], values, plan, guessing.ahead)
+    elif guessing.cfg is None:
         guesses, offered = _look_up(carry.text, carry.length, guessing)
-        shaped_q, draft = None, None
     else:
         guesses, shaped_q, draft = _draw(draft_params, carry.draft, state, keys[:, 0], values, plan, guessing)
-        offered = jnp.full_like(state.new, guessing.ahead)
     tokens = jnp.concatenate([state.token[:, None], guesses], axis=1)
     hidden_BTD, cache = _read(params, tokens, state, state.cache, plan.cfg)
     logits = model.head(params, hidden_BTD, plan.cfg)
@@ -119,10 +126,16 @@ def _round(params, draft_params, carry: _Round, values, plan: Plan, guessing: Gu
     count = _count(chosen, right, state, plan)
     out = _put(carry.out, loop.report(logits, jnp.swapaxes(shaped_p, 0, 1), chosen, plan), state.new, count)
     new_state = _settle(state, cache, chosen, count, plan)
+    next_draft: Any = None
+    if guessing.own:
+        assert draft is not None
+        next_draft = Pairs(draft, hidden_BTD, chosen, count)
+    elif draft is not None:
+        next_draft = draft.rewind(state.cache.used + count)
     offered = jnp.where(state.done, 0, jnp.minimum(offered, plan.max_new_tokens - state.new))
     return _Round(
         state=new_state,
-        draft=None if draft is None else draft.rewind(state.cache.used + count),
+        draft=next_draft,
         text=_append(carry.text, chosen, carry.length, count),
         length=carry.length + count,
         offered=carry.offered + offered,

@@ -132,16 +132,24 @@ def hidden(
 
 
 def after_next(
-    params: dict, hidden_BTD: jax.Array, tokens, cfg: ModelConfig, *, positions=None, segments=None, valid=None
-) -> jax.Array:
+    params: dict, hidden_BTD: jax.Array, tokens, cfg: ModelConfig, *, positions=None, segments=None, valid=None, cache=None
+):
     """What the head reads to predict the token after the next, [B, T, D] (``mtp``), of what it read to predict the next,
-    ``hidden``, and of the next tokens [B, T] themselves. Keywords and errors as ``hidden``'s, for the tokens before them."""
+    ``hidden``, and of the next tokens [B, T] themselves. Keywords and errors as ``hidden``'s, for the tokens before them; the
+    cache is of ``mtp.config(cfg)``, and with one the result is a pair."""
     if not cfg.mtp:
         raise ValueError("the model has no block for the token after the next (mtp=False)")
     tokens = inputs.tokens("tokens", tokens, cfg)
-    places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
     with _precision(cfg):
-        return mtp.apply(params["mtp"], embed(params, tokens, cfg), hidden_BTD, cfg, places=places)
+        token_BTD = embed(params, tokens, cfg)
+        if cache is None:
+            places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
+            return mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places)
+        own = mtp.config(cfg)
+        places, cache = cache.advance(tokens.shape, own, positions, valid)
+        writer = cache.writer(0, own, places)
+        x_BTD = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, extend=writer.extend)
+        return cache.guard(x_BTD), cache.replace(layers=(writer.entry,))
 
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:

@@ -34,6 +34,11 @@ def spec(cfg: ModelConfig) -> dict:
     }
 
 
+def config(cfg: ModelConfig) -> ModelConfig:
+    """Of the block, as a stack of its own: what a cache of it is made for."""
+    return dataclasses.replace(cfg.layers[-1], n_layers=1, mtp=False)
+
+
 def apply(
     params: dict,
     token_BTD: jax.Array,
