@@ -254,7 +254,7 @@ class ModelConfig(Strict):
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Size of every letter of the dimension key that the config fixes."""
-        return {
+        sizes = {
             "D": self.d_model,
             "L": self.n_layers,
             "K": self.n_kv_heads,
@@ -267,6 +267,7 @@ class ModelConfig(Strict):
             "R": self.latent.rank,
             "Q": self.latent.query_rank,
         }
+        return {letter: size for letter, size in sizes.items() if size}
 
     @functools.cached_property
     def encoder(self) -> "ModelConfig":

@@ -114,7 +114,7 @@ SEEN_PADDING = [(attention, "visible", _seen_padding)]
 def block_with(residual):
     """``residual(x, normed, f)``; the right one is x + f(normed)."""
 
-    def apply(params, x, cfg, *, memory=None, **given):
+    def apply(params, x, cfg, *, memory=None, routed=None, **given):
         attend = lambda y: attention.apply(params["attention"], y, cfg, **given)
         x = residual(x, _norm(params["attention_norm"], x, cfg), attend)
         return residual(x, _norm(params["mlp_norm"], x, cfg), lambda y: _mlp(params["mlp"], y, cfg))
@@ -137,7 +137,7 @@ def reused_key_value():
     return [(stack, "apply", apply), (attention, "key_value", key_value)]
 
 
-REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers: [_unstack(params, layers)[0]] * layers)]
+REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers: [_unstack(params, layers)[0]] * len(layers))]
 NO_FINAL_NORM = [
     (stack, "apply", lambda params, *rest, **given: _stack({k: v for k, v in params.items() if k != "norm"}, *rest, **given))
 ]

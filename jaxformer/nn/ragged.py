@@ -41,9 +41,11 @@ def _by_blocks(x_MD, kernel_EDF, sizes_E):
     blocks = rows if size == 1 else rows // size + groups  # enough for any sizes
     count_E = -(-sizes_E // size)
     last_E = jnp.cumsum(count_E)
-    group_B = jnp.searchsorted(last_E, jnp.arange(blocks), side="right")  # past the last group where a block is not needed
+    group_B = jnp.searchsorted(
+        last_E, jnp.arange(blocks), side="right", method="compare_all"
+    )  # past the last group where a block is not needed
     group_B = jnp.minimum(group_B, groups - 1)
-    group_M = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows), side="right")
+    group_M = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows), side="right", method="compare_all")
     first_E = jnp.cumsum(sizes_E) - sizes_E
     at_M = (last_E - count_E)[group_M] * size + jnp.arange(rows) - first_E[group_M]
     spread = jnp.zeros((blocks * size, x_MD.shape[1]), x_MD.dtype).at[at_M].set(x_MD, unique_indices=True)
