@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -18,8 +19,10 @@ from jaxformer import data, evaluate, pretrained, run
 from jaxformer import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel.data import PLACEMENTS, Placement
+from jaxformer.parallel.mesh import on_mesh
+from jaxformer.sharding import MeshConfig, table
 from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.report import Report, results
+from jaxformer.training.report import Report, placements, results
 from jaxformer.training.step import init_state, make_evaluate, make_update
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
@@ -29,22 +32,22 @@ def main(config: run.Config) -> None:
     config, pretrained_tok, read = pretrained.begin(config)
     directory, tok, changes = run.open_run(config)
     corpus = data.load(config.data, tok or pretrained_tok)
-    tok = corpus.tokenizer
-    cfg = run.fit_tokenizer(config.model, tok)
+    cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg)
     train = config.train
     if not cfg.encoder_layers:
         tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
 
-    placement = place(config)
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
+    placement = place(config, abstract := jax.eval_shape(fresh))
     checkpoints = Checkpoints(directory / "checkpoints", train.keep)
-    restored = checkpoints.restore(jax.eval_shape(fresh))
+    restored = checkpoints.restore(placement.like(abstract))
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
     pretrained.write_run(directory, config, tok)  # now that nothing is refused any more
-    state = placement.put_state(restored or fresh(params=read and read()))
+    begun = restored or (fresh(params=read()) if read else None)
+    state = placement.put_state(begun) if begun else placement.begin(fresh)
 
     began = time.perf_counter()
     compiled = jax.jit(make_evaluate(cfg))
@@ -87,13 +90,14 @@ def main(config: run.Config) -> None:
     checkpoints.close()
 
 
-def place(config: run.Config) -> Placement:
+def place(config: run.Config, abstract: Any) -> Placement:
     """The update, compiled for the devices."""
     cfg, train = config.model, config.train
     options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")}
-    return PLACEMENTS[train.parallel](
-        lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
-    )
+    make = lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
+    if config.mesh == MeshConfig():
+        return PLACEMENTS[train.parallel](make)
+    return on_mesh(make, abstract, cfg, config.mesh.make())
 
 
 def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
@@ -112,6 +116,8 @@ def announce(console, config: run.Config, corpus: dict[str, int], changes: list[
     """What is about to happen."""
     cfg = config.model
     console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
+    if config.mesh != MeshConfig():
+        placements(console, table(model.spec(cfg), cfg, config.mesh.make()))
     console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
         console.print(f"going on from step {start} in {config.run_dir}")

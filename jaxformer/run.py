@@ -17,6 +17,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
 from jaxformer.record import Strict, from_dict, to_json, within
+from jaxformer.sharding import MeshConfig
 from jaxformer.training.checkpoint import Checkpoints
 from jaxformer.training.optim import OptimConfig
 
@@ -90,8 +91,15 @@ class Config(Strict):
     """How long, and what to show."""
     init: InitConfig = dataclasses.field(default_factory=InitConfig)
     """What to begin from."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """How it is spread over devices."""
     run_dir: str = ""
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.train.parallel == "pmap" and self.mesh != MeshConfig():
+            raise ValueError("train.parallel='pmap' gives every device a copy of the state: it goes with no axis of mesh")
 
 
 FITTED = ("model.vocab_size", "model.start_token")

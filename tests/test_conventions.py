@@ -23,6 +23,7 @@ LAYERS = [
     ["parts"],
     ["config"],
     ["spec"],
+    ["sharding"],
     ["presets"],
     ["nn"],
     ["flax"],

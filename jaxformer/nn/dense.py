@@ -5,6 +5,8 @@ import zlib
 import jax
 import jax.numpy as jnp
 
+from jaxformer.sharding import gathered
+
 
 def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """``einsum(equation, x, kernel) + bias`` in x's dtype; ``bias`` broadcasts against the result.
@@ -16,7 +18,8 @@ def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
     x_dims, kernel_dims = operands.split(",")
     contracted = [letter for letter in kernel_dims if letter not in result]
     x_axes, kernel_axes = ([dims.index(letter) for letter in contracted] for dims in (x_dims, kernel_dims))
-    y = jax.lax.dot_general(x, kernel.astype(x.dtype), ((x_axes, kernel_axes), ((), ())))
+    kernel = gathered(kernel.astype(x.dtype), kernel_dims)
+    y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())))
     found = [letter for letter in x_dims + kernel_dims if letter not in contracted]
     y = y.transpose([found.index(letter) for letter in result])
     return y if bias is None else y + bias.astype(x.dtype)

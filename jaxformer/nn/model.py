@@ -14,6 +14,7 @@ from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
 from jaxformer.nn.moe import Routed
 from jaxformer.nn.named import named, scope
+from jaxformer.sharding import gathered
 from jaxformer.spec import Param, bias, kernel, normal
 
 
@@ -157,7 +158,7 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | 
     dtype."""
 
     def rows(name, ids):
-        table = jnp.asarray(params["embedding"][name], cfg.dtype)
+        table = gathered(jnp.asarray(params["embedding"][name], cfg.dtype), "VD" if name == "token" else "PD")
         return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
     x_BTD = rows("token", tokens)
@@ -177,10 +178,10 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
         if cfg.head_transform:
             x_BTD = _transformed(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
-            kernel_VD = params["embedding"]["token"].astype(x_BTD.dtype)
+            kernel_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
             logits = jnp.einsum("BTD,VD->BTV", x_BTD, kernel_VD, preferred_element_type=jnp.float32)
         else:
-            kernel_DV = params["head"]["kernel"].astype(x_BTD.dtype)
+            kernel_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
             logits = jnp.einsum("BTD,DV->BTV", x_BTD, kernel_DV, preferred_element_type=jnp.float32)
     if cfg.head_bias:
         logits = logits + params["head"]["bias"].astype(jnp.float32)

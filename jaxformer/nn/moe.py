@@ -16,6 +16,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.nn import mlp
 from jaxformer.nn.ragged import ragged_dot
 from jaxformer.parts import Experts
+from jaxformer.sharding import gathered
 from jaxformer.spec import Param, kernel, zeros
 
 
@@ -146,8 +147,8 @@ def _capacity(params, x_TD, routing, valid_T, cfg):
 
 def _experts(params, x_MD, product, cfg):
     """Every row by its own expert; ``product(rows, kernels)`` knows which that is."""
-    hidden = mlp.GATES[cfg.mlp](product(x_MD, params["gate"])) * product(x_MD, params["up"])
-    return product(hidden, params["down"])
+    gate, up, down = (gathered(params[name], dims) for name, dims in (("gate", "EDF"), ("up", "EDF"), ("down", "EFD")))
+    return product(mlp.GATES[cfg.mlp](product(x_MD, gate)) * product(x_MD, up), down)
 
 
 def _combine(y_MD, weight_TJ, x_TD):

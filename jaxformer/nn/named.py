@@ -1,7 +1,8 @@
 """Named activations: the one place where what flows through a model can be checked, captured and edited.
 
-``named(x, "mlp.hidden", "BTF", cfg)`` marks an activation. It costs nothing when nobody listens; inside ``listen`` each
-marked activation is handed to a callback, under its full name such as ``decoder.3.mlp.hidden``.
+``named(x, "mlp.hidden", "BTF", cfg)`` marks an activation, and puts it where its letters belong on a mesh
+(``jaxformer.sharding``). It costs nothing when nobody listens; inside ``listen`` each marked activation is handed to a
+callback, under its full name such as ``decoder.3.mlp.hidden``.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
+from jaxformer.sharding import constrain
 
 Listener = Callable[[str, jax.Array], jax.Array]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
@@ -26,7 +28,7 @@ def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig) -> jax.Array:
     if len(dims) != x.ndim or any(cfg.sizes.get(letter, n) != n for letter, n in zip(dims, x.shape, strict=True)):
         expected = ", ".join(f"{letter}={cfg.sizes.get(letter, 'any')}" for letter in dims)
         raise ValueError(f"activation {name!r} has shape {x.shape}, not [{expected}]")
-    x = checkpoint_name(x, name)
+    x = checkpoint_name(constrain(x, dims), name)
     listener = _listener.get()
     return x if listener is None else listener(".".join((*_scope.get(), name)), x)
 

@@ -1,4 +1,4 @@
-"""Data parallelism: the rows of a batch over devices, by ``jit`` with shardings or by ``pmap``.
+"""Data parallelism: the rows of a batch over devices, by ``jit`` with shardings or by ``pmap``. (``mesh``: all other ways.)
 
 The same numbers either way, up to the masks of dropout.
 """
@@ -21,6 +21,10 @@ class Placement:
     step: Callable[[Any, Any], tuple[Any, Any]]
     """The compiled update; its first argument's buffers are reused."""
     put_state: Callable[[Any], Any]
+    begin: Callable[[Callable[[], Any]], Any]
+    """The state that a function makes."""
+    like: Callable[[Any], Any]
+    """Of an abstract state, shapes that say where each tensor is to be restored, if not on one device."""
     get_state: Callable[[Any], Any]
     """The state as one device has it."""
     put_batch: Callable[[Any], Any]
@@ -42,6 +46,8 @@ def jit(make_update: Callable[[str | None], Callable], devices: list | None = No
     return Placement(
         step=jax.jit(make_update(None), donate_argnums=0, out_shardings=(whole, whole)),
         put_state=lambda state: jax.device_put(state, whole),
+        begin=lambda fresh: jax.device_put(fresh(), whole),
+        like=lambda state: state,
         get_state=lambda state: state,
         put_batch=put_batch,
         put_evaluation=put_batch,
@@ -65,6 +71,8 @@ def pmap(make_update: Callable[[str | None], Callable], devices: list | None = N
     return Placement(
         step=jax.pmap(make_update(AXIS), axis_name=AXIS, devices=devices, donate_argnums=0),
         put_state=put_state,
+        begin=lambda fresh: put_state(fresh()),
+        like=lambda state: state,
         get_state=lambda state: jax.tree.map(lambda x: x.addressable_data(0)[0], state),
         put_batch=put_batch,
         put_evaluation=lambda batch: batch,

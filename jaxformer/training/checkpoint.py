@@ -122,7 +122,7 @@ class Checkpoints:
                     if unreadable := [name for name in like if found[name] is None]:
                         raise OSError(f"its {' and '.join(unreadable)} cannot be read")
                     self._refuse_another(step, like, found)
-                    return {name: reader.restore(path / name, _on_one_device(item)) for name, item in like.items()}
+                    return {name: reader.restore(path / name, _placed(item)) for name, item in like.items()}
                 except (AnotherTree, MemoryError, PermissionError):
                     raise  # the files may be whole
                 except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
@@ -149,10 +149,15 @@ class Checkpoints:
                 raise AnotherTree(f"checkpoint {where} holds other {name} than this run's:\n" + "\n".join(lines))
 
 
-def _on_one_device(like: Any) -> Any:
-    """Whatever devices it was saved on."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like)
+def _placed(like: Any) -> Any:
+    """Where ``like`` says, else on one device, whatever devices it was saved on."""
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def own(x):
+        abstract = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if abstract else one)
+
+    return jax.tree.map(own, like)
 
 
 class AnotherTree(ValueError):

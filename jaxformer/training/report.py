@@ -116,6 +116,16 @@ def results(console: Console, title: str, rows: dict[str, Any]) -> None:
     console.print(table)
 
 
+def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
+    """Where every parameter lies (``sharding.table``)."""
+    shown = Table(title="Parameters on the mesh", title_justify="left")
+    for name in ("parameter", "letters", "shape", "on"):
+        shown.add_column(name)
+    for row in rows:
+        shown.add_row(*row)
+    console.print(shown)
+
+
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
     if path.exists():

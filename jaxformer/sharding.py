@@ -1,0 +1,127 @@
+"""Where tensors lie on many devices: a mesh, and two short tables over the letters of the dimension key.
+
+A letter goes to the first axes of its row that are free in the tensor and divide its size. What finds none is replicated, and
+``table`` shows it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.config import ModelConfig
+from jaxformer.record import Strict, within
+from jaxformer.spec import Param, walk
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")
+"""The axes that a batch's rows are spread over."""
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "E": ("expert",),
+    "K": ("tensor",),
+    "G": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+    "D": ("fsdp",),
+    "R": ("fsdp",),
+    "Q": ("fsdp",),
+}
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "B": ROWS,
+    "T": ("context",),
+    "K": ("tensor",),
+    "G": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+}
+
+
+@dataclass(frozen=True)
+class MeshConfig(Strict):
+    """How many devices there are along each axis of the mesh."""
+
+    data: int = 0
+    """Copies of the model, each with rows of its own; 0: as many as the other axes leave."""
+    fsdp: int = 1
+    """Devices that a copy's parameters and optimizer state are spread over; their rows too."""
+    expert: int = 1
+    """Devices that experts are spread over; their rows too."""
+    context: int = 1
+    """Devices that a sequence is spread over."""
+    tensor: int = 1
+    """Devices that heads, feed-forward width and vocabulary are spread over."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        within(self, 0, math.inf, "data", prefix="mesh.")
+        within(self, 1, math.inf, *AXES[1:], prefix="mesh.")
+
+    def make(self, devices: list | None = None) -> Mesh:
+        """The mesh. Raises ValueError where the devices are not a multiple of its axes."""
+        devices = jax.devices() if devices is None else devices
+        own = math.prod(getattr(self, name) for name in AXES[1:])
+        data = self.data or max(1, len(devices) // own)
+        if data * own != len(devices):
+            sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
+            raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
+        shape = (data, *(getattr(self, name) for name in AXES[1:]))
+        return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def place(letters: str, shape: tuple[int, ...], rules: dict[str, tuple[str, ...]], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The axes of the mesh that each axis of a tensor is spread over."""
+    used: set[str] = set()
+    found: list[Any] = []
+    for letter, size in zip(letters, shape, strict=True):
+        own: list[str] = []
+        for axis in rules.get(letter, ()):
+            many = mesh.shape[axis]
+            if many > 1 and axis not in used and size % (many * math.prod(mesh.shape[name] for name in own)) == 0:
+                own.append(axis)
+        used.update(own)
+        found.append(tuple(own) if len(own) > 1 else own[0] if own else None)
+    return PartitionSpec(*found)
+
+
+def shardings(spec: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
+    """The ``NamedSharding`` of every parameter of a tree of ``Param``."""
+
+    def one(param: Param) -> NamedSharding:
+        return NamedSharding(mesh, place(param.dims, param.shape(cfg), PARAMETERS, mesh))
+
+    return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
+def constrain(x: jax.Array, letters: str) -> jax.Array:
+    """An activation, where the table puts it on the mesh that is set (``jax.set_mesh``); as it is without one of ours."""
+    return _constrain(x, letters, ACTIVATIONS)
+
+
+def gathered(kernel: jax.Array, letters: str) -> jax.Array:
+    """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
+    to move activations instead."""
+    return _constrain(kernel, letters, _IN_USE)
+
+
+_IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
+
+
+def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_names) != set(AXES):
+        return x
+    return jax.lax.with_sharding_constraint(x, place(letters, x.shape, rules, mesh))
+
+
+def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, str]]:
+    """``(path, letters, shape, placement)`` of every parameter, those that no axis takes last, the largest first."""
+    rows = []
+    for path, param in walk(spec):
+        shape = param.shape(cfg)
+        placed = place(param.dims, shape, PARAMETERS, mesh)
+        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, placed, strict=True) if axis is not None]
+        rows.append((not axes, -math.prod(shape), (path, param.dims, str(list(shape)), ", ".join(axes) or "replicated")))
+    return [row for _, _, row in sorted(rows)]

@@ -1,0 +1,167 @@
+"""Meshes of 8 simulated devices: where tensors lie, and the same numbers as on one device."""
+
+import dataclasses
+import functools
+import importlib.util
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import PartitionSpec as P
+
+import jaxformer as jf
+from jaxformer import sharding
+from jaxformer.parallel.mesh import check_batch, on_mesh, state_shardings
+from jaxformer.sharding import ACTIVATIONS, PARAMETERS, MeshConfig, place
+from jaxformer.training.step import init_state, make_update
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+STEPS = 5
+# An epsilon near the gradients' size: Adam is then smooth in them and sees their scale (as in test_step).
+OPTIM = jf.OptimConfig(lr=0.03, schedule="constant", warmup_steps=2, eps=1e-2, clip_norm=0.5)
+
+
+# Where tensors lie
+
+
+@pytest.mark.parametrize(
+    ("letters", "shape", "rules", "expected"),
+    [
+        ("DKGH", (32, 4, 2, 8), PARAMETERS, P("fsdp", "tensor", None, None)),
+        ("DKGH", (32, 1, 4, 8), PARAMETERS, P("fsdp", None, "tensor", None)),  # one key head: its queries are spread
+        ("VD", (67, 32), PARAMETERS, P(None, "fsdp")),  # 67 does not divide
+        ("LEDF", (3, 4, 32, 12), PARAMETERS, P(None, None, "fsdp", "tensor")),  # expert has one device
+        ("D", (31,), PARAMETERS, P(None)),
+        ("BTD", (8, 6, 32), ACTIVATIONS, P(("data", "fsdp"), None, None)),
+        ("BTD", (2, 6, 32), ACTIVATIONS, P("data", None, None)),
+        ("BKGTS", (4, 2, 1, 6, 6), ACTIVATIONS, P(("data", "fsdp"), "tensor", None, None, None)),
+    ],
+)
+def test_a_letter_goes_where_it_divides_and_an_axis_is_used_once(letters, shape, rules, expected):
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2).make()
+    assert place(letters, shape, rules, mesh) == expected
+
+
+def test_meshes_and_batches_that_do_not_fit():
+    assert dict(MeshConfig(fsdp=4).make().shape) == {"data": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
+    with pytest.raises(ValueError, match="a mesh of fsdp 3 · tensor 2 does not fit 8 devices"):
+        MeshConfig(fsdp=3, tensor=2).make()
+    with pytest.raises(ValueError, match="mesh.tensor=0 must be at least 1"):
+        MeshConfig(tensor=0)
+    mesh = MeshConfig(fsdp=4, context=2).make()
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices .*; the nearest is 8"):
+        check_batch({"tokens": np.zeros((6, 8))}, mesh)
+    with pytest.raises(ValueError, match="length=7 does not divide by 2 devices .context.; the nearest is 8"):
+        check_batch({"tokens": np.zeros((8, 7))}, mesh)
+
+
+def test_the_table_names_what_is_replicated():
+    cfg = tiny.PRESETS["llama_gqa"]
+    rows = sharding.table(jf.model.spec(cfg), cfg, MeshConfig(tensor=8).make())
+    placed = {path: where for path, _, _, where in rows}
+    assert placed["decoder.layers.mlp.up"] == "F: tensor" and placed["embedding.token"] == "replicated"
+    assert [where for *_, where in rows].index("replicated") == sum(where != "replicated" for *_, where in rows)
+
+
+# The same numbers
+
+
+def fresh(cfg):
+    return init_state(cfg, OPTIM, STEPS, 0)
+
+
+@functools.cache
+def alone(name):
+    """Five updates on one device."""
+    cfg = tiny.PRESETS[name]
+    state, update, metrics = jax.jit(lambda: fresh(cfg))(), jax.jit(make_update(cfg, OPTIM, STEPS)), []
+    for seed in range(STEPS):
+        state, step = update(state, tiny.batch(cfg, 8, length=8, seed=seed))
+        metrics.append({name: float(value) for name, value in step.items()})
+    return state, metrics
+
+
+MESHES = {
+    "data": MeshConfig(),
+    "fsdp": MeshConfig(fsdp=8),
+    "tensor": MeshConfig(tensor=2),
+    "context": MeshConfig(context=4),
+    "three at once": MeshConfig(fsdp=2, tensor=2, context=2),
+    "experts": MeshConfig(expert=4, tensor=2),
+    "experts and more": MeshConfig(expert=2, fsdp=2, data=2),
+}
+CASES = [("llama_gqa", mesh) for mesh in ("data", "fsdp", "tensor", "context")]
+CASES += [(name, "three at once") for name in ("gpt2", "transformer_base")] + [("deepseek", "experts and more")]
+SLOW = [(name, "three at once") for name in tiny.PRESETS if (name, "three at once") not in CASES] + [("deepseek", "experts")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_five_updates_are_those_of_one_device(name, mesh):
+    cfg, config = tiny.PRESETS[name], MESHES[mesh]
+    make = functools.partial(fresh, cfg)
+    placement = on_mesh(lambda axis: make_update(cfg, OPTIM, STEPS), jax.eval_shape(make), cfg, config.make())
+    state = placement.begin(make)
+    expected, expected_metrics = alone(name)
+    if mesh != "data":
+        spread = [leaf for leaf in jax.tree.leaves(state.params) if not leaf.sharding.is_fully_replicated]
+        assert mesh == "context" or len(spread) > 3, "something lies in parts"
+    for seed, wanted in enumerate(expected_metrics):
+        state, metrics = placement.step(state, placement.put_batch(tiny.batch(cfg, 8, length=8, seed=seed)))
+        found = placement.get_metrics(metrics)
+        # Sums of some hundred terms in another order, through up to five updates.
+        np.testing.assert_allclose([found[key] for key in wanted], list(wanted.values()), rtol=1e-4)
+    before = jax.jit(make)().params
+    moved = [float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (before, expected.params)), strict=True)]
+    assert max(moved) > 0.01 and np.median(moved) > 1e-3, "the updates are no rounding"
+    for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in (state, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_states_are_born_and_restored_on_their_shards():
+    cfg, mesh = tiny.PRESETS["llama_gqa"], MeshConfig(fsdp=8).make()
+    make = functools.partial(fresh, cfg)
+    abstract = jax.eval_shape(make)
+    placement = on_mesh(lambda axis: make_update(cfg, OPTIM, STEPS), abstract, cfg, mesh)
+    where = state_shardings(abstract, cfg, mesh)
+    state = placement.begin(make)
+    jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim) or pytest.fail(f"{x.sharding} {at}"), state, where)
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1]
+    assert moments and not any(leaf.sharding.is_fully_replicated for leaf in moments)
+    jax.tree.map(np.testing.assert_array_equal, state.params, jax.jit(make)().params)
+    like = placement.like(abstract)
+    assert like.params["embedding"]["token"].sharding == where.params["embedding"]["token"]
+
+
+# In a run
+
+
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    loader = importlib.util.spec_from_file_location("train", Path(__file__).parent.parent / "train.py")
+    train = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(train)
+    text = tmp_path / "text.txt"
+    text.write_text("one two three, " * 60)
+
+    def config(directory, steps, mesh):
+        return jf.Config(
+            model=jf.presets.llama(vocab_size=16, d_model=16, n_layers=1, n_heads=2),
+            data=jf.DataConfig(path=str(text), tokenizer="char", length=8, batch_size=8, separate=False),
+            optim=OPTIM,
+            train=jf.TrainConfig(steps=steps, eval_every=2, log_every=1, prompt="one", sample_tokens=2),
+            mesh=mesh,
+            run_dir=str(tmp_path / directory),
+        )
+
+    for steps, mesh in ((2, MeshConfig(fsdp=4)), (4, MeshConfig(tensor=2, context=2))):
+        train.main(config("spread", steps, mesh))
+    for steps in (2, 4):
+        train.main(config("plain", steps, MeshConfig()))
+    (cfg, spread, _), (_, plain, _) = jf.load(tmp_path / "spread"), jf.load(tmp_path / "plain")
+    start = jax.jit(jf.init, static_argnums=0)(cfg, jax.random.key(0))
+    assert max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (plain, start)), strict=True)) > 0.01
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), spread, plain)
+    with pytest.raises(ValueError, match="it goes with no axis of mesh"):
+        dataclasses.replace(config("x", 2, MeshConfig(fsdp=2)), train=jf.TrainConfig(parallel="pmap"))
