@@ -9,7 +9,7 @@ import functools
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def main(config: run.Config) -> None:
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
     pretrained.write_run(directory, config, tok)  # now that nothing is refused any more
-    begun = restored or (fresh(params=read()) if read else None)
-    state = placement.put_state(begun) if begun else placement.begin(fresh)
+    state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
     compiled = jax.jit(make_evaluate(cfg))
     score: dict[str, float] = {}
-    with Report(directory, start, train.steps, train.log_every, placement.get_metrics) as report, stop_signal() as stop:
+    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
+    with report, stop_signal() as stop, placement.within():
         announce(report.console, config, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
@@ -88,6 +88,13 @@ def main(config: run.Config) -> None:
         summary | {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"},
     )
     checkpoints.close()
+
+
+def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
+    """The state to train from: a checkpoint's, one of parameters that are there already, or a fresh one."""
+    if restored is not None:
+        return placement.put_state(restored)
+    return placement.begin(fresh, read(placement.like(abstract).params) if read else None)
 
 
 def place(config: run.Config, abstract: Any) -> Placement:

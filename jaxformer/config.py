@@ -190,7 +190,6 @@ class ModelConfig(Strict):
         within(self, 0, 1, "attention_dropout", "residual_dropout", "embedding_dropout")
         within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
         positive = ["norm_eps", "rope_theta", "rope_local_theta", "init_std", "attention_scale", "attention_softcap"]
-
         within(self, 0, math.inf, *positive, "logit_softcap", open_low=True)
         within(self, 2, math.inf, "relative_buckets", "relative_distance")
         within(self, 0, self.vocab_size, "start_token")
@@ -232,7 +231,8 @@ class ModelConfig(Strict):
             )
 
     def _check_encoder(self):
-        if self.mtp and (self.encoder_layers or not (self.causal and self.has_head) or self.position not in ("rope", "none")):
+        fits = self.causal and self.has_head and not self.token_types and self.position in ("rope", "none")
+        if self.mtp and (self.encoder_layers or not fits):
             raise ValueError("mtp needs a causal decoder with a head, and position='rope' or 'none'")
         if self.encoder_layers and self.residual == "parallel":
             raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")

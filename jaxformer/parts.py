@@ -9,6 +9,8 @@ from jaxformer.record import Strict, within
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
 """Feed-forwards that may be experts."""
+BALANCING = ("dispatch", "capacity", "balance_loss", "z_loss", "balance_rate")
+"""Fields of ``Experts`` for training alone."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Experts(Strict):
     selection_bias: bool = False
     """A number by expert that is added to scores for choosing alone; balance_rate changes it (Wang et al. 2024)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    """dropless: every token reaches its experts; capacity: an expert takes no more than its share times capacity."""
+    """dropless: every token reaches its experts; capacity: in training, an expert takes no more than fits into its room."""
     capacity: float = 1.25
     """Room of an expert, in even shares of the tokens (dispatch='capacity'); what does not fit passes by."""
     balance_loss: float = 0.0
@@ -95,8 +97,8 @@ class Experts(Strict):
     """How much an update raises the selection bias of experts with less than the mean load, and lowers that of others."""
 
     def __post_init__(self):
-        if isinstance(self.layers, list):
-            object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.layers, list | tuple) and all(isinstance(layer, int) for layer in self.layers):
+            object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
         super().__post_init__()
         within(self, 0, math.inf, "number", "d_ff", "shared", "balance_loss", "z_loss", "balance_rate", prefix="experts.")
         within(self, 1, math.inf, "per_token", "groups", "groups_per_token", prefix="experts.")

@@ -14,10 +14,11 @@ from jaxformer.hf.fields import read_json
 from jaxformer.hf.hub import GENERATION, carry, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
+from jaxformer.parts import BALANCING
 from jaxformer.training.checkpoint import Checkpoints
 
 OWN = ("dtype", "param_dtype", "scan", "remat", "attention_dropout", "residual_dropout", "embedding_dropout")
-"""Fields that a run chooses for itself, whatever model it goes on from."""
+"""Fields that a run chooses for itself, whatever model it goes on from; with experts of its own, how they are balanced too."""
 
 
 def is_published(folder: Path) -> bool:
@@ -42,10 +43,10 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if i >= 0))
 
 
-def begin(config: run.Config) -> tuple[run.Config, Any, Callable[[], dict] | None]:
+def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | None]:
     """A config whose model is the one that ``init.from`` names; its tokenizer, None where the run
     or the config has one; and a function that
-    reads its parameters, None for fresh ones.
+    reads its parameters, None for fresh ones; it takes shapes with the shardings that they are to have, or without.
 
     Raises ValueError, before anything large is read, where a run that exists began elsewhere, and where model and data
     cannot be had together.
@@ -58,7 +59,7 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[[], dict] | Non
     if init.folder is None:
         return config, None, None
     if before is not None:  # the folder may be gone, and is needed only where the run was stopped before its first checkpoint
-        return _adopt(config, before.model), None, lambda: _prepare(config)[1]()
+        return _adopt(config, before.model), None, lambda like=None: _prepare(config)[1](like)
     cfg, read = _prepare(config)
     if not cfg.causal and config.data.task == "text":
         raise ValueError(f"{init.folder} is no language model: its tokens see those after them, which is what it would learn")
@@ -73,21 +74,29 @@ def write_run(directory: Path, config: run.Config, tok: Any) -> None:
         carry(locate(where, config.init.revision), directory)
 
 
-def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[[], dict]]:
+def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
     """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
     where, dtype = str(config.init.folder), config.model.param_dtype
     if is_published(Path(where)):
-        return prepare(where, dtype, revision=config.init.revision)
+        cfg, published = prepare(where, dtype, revision=config.init.revision)
+        return cfg, lambda like=None: published(_shardings(like))
     cfg = run.read_run(Path(where)).model
     checkpoints = Checkpoints(Path(where) / "checkpoints")
     if not checkpoints.steps():
         raise FileNotFoundError(f"{where} has no checkpoint")
 
-    def read() -> dict:
+    def read(like: Any = None) -> dict:
         params = run.load(where)[1]
+        if (places := _shardings(like)) is not None:
+            params = jax.device_put(params, places)
         return jax.tree.map(lambda array, param: array.astype(param.dtype or dtype), params, model.spec(cfg))
 
     return cfg, read
+
+
+def _shardings(like: Any) -> Any:
+    found = jax.tree.map(lambda shape: shape.sharding, like)
+    return found if like is not None and all(place is not None for place in jax.tree.leaves(found)) else None
 
 
 def _tokenizer(config: run.Config, cfg: ModelConfig) -> Any:
@@ -105,5 +114,8 @@ def _tokenizer(config: run.Config, cfg: ModelConfig) -> Any:
 
 
 def _adopt(config: run.Config, cfg: ModelConfig) -> run.Config:
-    own = {name: getattr(config.model, name) for name in OWN}
+    own: dict[str, Any] = {name: getattr(config.model, name) for name in OWN}
+    if config.model.experts.number and cfg.experts.number:
+        balancing: dict[str, Any] = {name: getattr(config.model.experts, name) for name in BALANCING}
+        own["experts"] = dataclasses.replace(cfg.experts, **balancing)
     return dataclasses.replace(config, model=dataclasses.replace(cfg, **own))

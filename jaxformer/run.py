@@ -16,6 +16,7 @@ from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
+from jaxformer.parts import BALANCING
 from jaxformer.record import Strict, from_dict, to_json, within
 from jaxformer.sharding import MeshConfig
 from jaxformer.training.checkpoint import Checkpoints
@@ -104,7 +105,8 @@ class Config(Strict):
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that a run fits to its tokenizer."""
-EXECUTION_FIELDS = ("scan", "remat", "dtype", "attention_dropout", "residual_dropout", "embedding_dropout", "max_length")
+_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
+EXECUTION_FIELDS = ("scan", "remat", "dtype", *_DROPOUTS, "max_length", *(f"experts.{name}" for name in BALANCING))
 """Fields of the model that may change when a run goes on: the function that its parameters define stays the same (another
 max_length of a learned table is another shape, which the checkpoint refuses)."""
 
@@ -119,7 +121,8 @@ def parse(arguments: list[str], default: Path) -> Config:
     asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
-        decided = [name for name in new if name not in EXECUTION_FIELDS[:-1] + ("param_dtype",) and old[name] != new[name]]
+        free = {*EXECUTION_FIELDS, "param_dtype"} - {"max_length"}
+        decided = [name for name in new if name not in free and old[name] != new[name]]
         if decided:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
@@ -222,7 +225,7 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _refuse_architecture(before: ModelConfig, now: ModelConfig, changed, old, new, directory: Path) -> None:
-    fixed = [name for name in changed if name.startswith("model.") and name.split(".")[1] not in EXECUTION_FIELDS]
+    fixed = [name for name in changed if name.startswith("model.") and name.removeprefix("model.") not in EXECUTION_FIELDS]
     # The file's vocab_size and start_token have been fitted to the tokenizer; the command line's not yet.
     if new["model.vocab_size"] <= old["model.vocab_size"]:
         now = dataclasses.replace(now, vocab_size=before.vocab_size, start_token=before.start_token)

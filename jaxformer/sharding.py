@@ -111,7 +111,7 @@ _IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, ax
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(mesh.axis_names) != set(AXES):
+    if mesh.empty or set(mesh.axis_names) != set(AXES) or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return x
     return jax.lax.with_sharding_constraint(x, place(letters, x.shape, rules, mesh))
 

@@ -90,14 +90,17 @@ def compared(experts, params, x_BTD, room=None):
     cfg, (chosen, kept) = model(experts), chosen_by_hand(params, x_BTD, experts, room)
     weights = jnp.cos(jnp.arange(x_BTD.size)).reshape(x_BTD.shape)
 
+    def apply(params, x):
+        return moe.apply(params, x, cfg, routed=Routed(training=True))
+
     def ours(params, x):
-        return (moe.apply(params, x, cfg) * weights).sum()
+        return (apply(params, x) * weights).sum()
 
     def theirs(params, x):
         return (by_hand(params, x, experts, chosen, kept) * weights).sum()
 
     hand = jax.jit(lambda params, x: by_hand(params, x, experts, chosen, kept))
-    close(moe.apply(params, x_BTD, cfg), hand(params, x_BTD))
+    close(apply(params, x_BTD), hand(params, x_BTD))
     found, expected = (jax.jit(jax.grad(f, (0, 1)))(params, x_BTD) for f in (ours, theirs))
     close(found, expected)
     return found
@@ -129,7 +132,7 @@ def test_uneven_loads(loads):
 def test_capacity_with_room_is_dropless():
     roomy = dataclasses.replace(BASE, dispatch="capacity", capacity=4.0)
     params, x_BTD = layer(model(BASE))
-    close(moe.apply(params, x_BTD, model(roomy)), moe.apply(params, x_BTD, model(BASE)))
+    close(moe.apply(params, x_BTD, model(roomy), routed=Routed(training=True)), moe.apply(params, x_BTD, model(BASE)))
     compared(roomy, params, x_BTD)
 
 
@@ -137,7 +140,7 @@ def test_what_has_no_room_passes_by_and_is_counted():
     tight = dataclasses.replace(BASE, dispatch="capacity", capacity=0.3)
     room = 2  # of 11 · 2 choices, 0.3 of the even share of 4 experts: 1.65, rounded up
     params, x_BTD = layer(model(BASE), tokens=11)
-    routed = Routed()
+    routed = Routed(training=True)
     y_BTD = moe.apply(params, x_BTD, model(tight), routed=routed)
     chosen, kept = chosen_by_hand(params, x_BTD, tight, room)
     close(y_BTD, by_hand(params, x_BTD, tight, chosen, kept))
@@ -145,6 +148,8 @@ def test_what_has_no_room_passes_by_and_is_counted():
     lost = ~kept.any(1)
     assert lost.any() and not np.asarray(y_BTD)[0, lost].any(), "nothing is added to the residual"
     compared(tight, params, x_BTD, room)
+    for outside in (None, Routed()):  # of training: what a token gets must not depend on those it is computed with
+        close(moe.apply(params, x_BTD, model(tight), routed=outside), moe.apply(params, x_BTD, model(BASE)))
 
 
 def test_padding_takes_no_room_and_does_not_count():
@@ -153,7 +158,7 @@ def test_padding_takes_no_room_and_does_not_count():
     padded = jnp.concatenate([jnp.full((1, 8, 16), 100.0), x_BTD], axis=1)
     valid = jnp.arange(16)[None] >= 8
     looser = dataclasses.replace(tight, capacity=0.5)  # of twice as many tokens: the same room
-    alone, together = Routed(), Routed()
+    alone, together = Routed(training=True), Routed(training=True)
     expected = moe.apply(params, x_BTD, model(tight), routed=alone)
     found = moe.apply(params, padded, model(looser), valid=valid, routed=together)
     close(found[:, 8:], expected)
@@ -187,7 +192,7 @@ def test_rows_by_their_own_matrix(sizes, rows, monkeypatch):
 def test_the_kernel_of_tpus_is_the_same_product():
     """Interpreted. bfloat16 keeps 8 bits: the two round sums of 100 products differently in the last one or two."""
     rng = np.random.default_rng(0)
-    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (4, 128, 128)))
+    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (4, 128, 256)))
     sizes = jnp.array([100, 0, 56, 100], jnp.int32)
     assert ragged._fits_kernel(x_MD, kernel_EDF) and not ragged._fits_kernel(x_MD[:100], kernel_EDF)
     kernel = functools.partial(ragged._by_kernel, interpret=True)
@@ -261,6 +266,24 @@ def test_layers_with_and_without_scanned_and_unrolled():
 def test_experts_that_cannot_be(fields, message):
     with pytest.raises(ValueError, match=message):
         model(Experts(**fields))
+
+
+def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
+    from jaxformer.training.step import make_update
+
+    one = dataclasses.replace(BASE, per_token=1)
+    with pytest.raises(ValueError, match="their router would learn nothing"):
+        make_update(model(one), jf.OptimConfig(), 10)
+    make_update(model(dataclasses.replace(one, normalize=False)), jf.OptimConfig(), 10)
+
+
+def test_what_layers_did_is_told_with_a_cache_too():
+    cfg = model(BASE)
+    params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
+    whole, cached = Routed(), Routed()
+    jf.hidden(params, tokens, cfg, routed=whole)
+    jf.hidden(params, tokens, cfg, cache=jf.init_cache(cfg, 2, 16), routed=cached)
+    close(cached.layers, whole.layers)
 
 
 def test_experts_are_gated():

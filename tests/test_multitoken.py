@@ -15,6 +15,7 @@ import jaxformer as jf
 from jaxformer.decode import cache as caches
 from jaxformer.nn import block, mtp, norm
 from jaxformer.training.loss import loss_sum
+from jaxformer.training.step import init_state, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASES = ["llama_gqa", "mistral", "deepseek"]
@@ -62,7 +63,7 @@ def test_its_loss_by_hand():
     cfg, params = model()
     tokens = tiny.tokens(cfg, batch=2, length=9)
     weights = np.ones((2, 8), np.float32)
-    weights[0, 3], weights[1, 6:] = 0, 0
+    weights[0, 1], weights[1, 6:] = 0, 0  # within a document: what is not trained is read all the same
     segments = np.repeat([[0, 0, 0, 0, 1, 1, 1, 1]], 2, 0)
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights, "segments": segments}
     data["targets"] = np.where(weights == 0, -100, data["targets"])
@@ -79,7 +80,7 @@ def test_its_loss_by_hand():
         for at in range(7)
         if weights[row, at] and weights[row, at + 1] and segments[row, at] == segments[row, at + 1]
     ]
-    assert float(sums["mtp_weight"]) == len(counts) == 2 + 3 + 3 + 1
+    assert float(sums["mtp_weight"]) == len(counts) == 1 + 3 + 3 + 1
     each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 2:])
     by_hand = sum(float(each[row, at]) for row, at in counts)
     np.testing.assert_allclose(sums["mtp_nll"], by_hand, rtol=1e-5)
@@ -146,6 +147,22 @@ def test_samples_have_the_distribution_of_plain_sampling():
     assert speculative.chi_square_excess(counts, expected, speculative.DRAWS) < 5  # as in test_speculative
     other = speculative.exact(params, cfg, dataclasses.replace(sampling, temperature=1.1))
     assert speculative.chi_square_excess(counts, other, speculative.DRAWS) > 5
+
+
+def test_its_experts_are_balanced_with_the_others():
+    cfg, params = model("deepseek")
+    experts = dataclasses.replace(cfg.experts, layers=(2,), balance_rate=0.01, balance_loss=0.1)
+    cfg = dataclasses.replace(cfg, experts=experts)
+    params, data = tiny.drawn(cfg), tiny.batch(cfg, 4)
+    sums = jax.jit(loss_sum, static_argnums=2)(params, data, cfg)[1]
+    assert sums["load"].shape == (2, 4), "one layer of the decoder, and the block"
+    assert 0 < float(sums["tokens"][1]) == float(sums["mtp_weight"]) < float(sums["tokens"][0])
+    state = init_state(cfg, jf.OptimConfig(warmup_steps=0), 10, 0)
+    load = loss_sum(state.params, data, cfg)[1]["load"]
+    after = jax.jit(make_update(cfg, jf.OptimConfig(warmup_steps=0), 10))(state, data)[0].params
+    biases = [after["decoder"]["layers"]["moe"]["bias"][0], after["mtp"]["layer"]["moe"]["bias"]]
+    np.testing.assert_allclose(biases, 0.01 * np.sign(load.mean(-1, keepdims=True) - load), atol=1e-7)
+    assert all(np.asarray(bias).any() for bias in biases)
 
 
 def test_what_cannot_be():

@@ -13,16 +13,14 @@ from jaxformer.parts import Experts, Latent
 
 
 def _common(f: Fields) -> None:
-    """Fields of the training loss, and of ways to compute the same."""
-    for name in (
-        "router_aux_loss_coef",
-        "output_router_logits",
-        "aux_loss_alpha",
-        "seq_aux",
-        "ep_size",
-        "experts_implementation",
-    ):
+    """Fields of other training losses, and of ways to compute the same."""
+    for name in ("output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size", "experts_implementation"):
         f(name, None)
+
+
+def _balance(f: Fields, choices: int) -> float:
+    """Our weight for their coefficient: theirs adds up the shares of a token's choices, and takes all layers together."""
+    return f.number("router_aux_loss_coef", 0.001) * choices
 
 
 def _expert_tensors(block: str, names: dict[str, str]) -> Table:
@@ -52,7 +50,8 @@ def _read_mixtral(f: Fields, names: Collection[str]) -> dict[str, Any]:
     _common(f)
     f.only(router_jitter_noise=0.0)
     number = _same(f, ("num_local_experts", "num_experts"), 8)
-    experts = Experts(number=number, per_token=f("num_experts_per_tok", 2), d_ff=f("intermediate_size"))
+    choices = f("num_experts_per_tok", 2)
+    experts = Experts(number=number, per_token=choices, d_ff=f("intermediate_size"), balance_loss=_balance(f, choices))
     return read(f, window=f("sliding_window", None), experts=experts)
 
 
@@ -61,6 +60,7 @@ def _write_mixtral(cfg: ModelConfig) -> dict[str, Any]:
         "intermediate_size": cfg.experts.d_ff,
         "num_local_experts": cfg.experts.number,
         "num_experts_per_tok": cfg.experts.per_token,
+        "router_aux_loss_coef": cfg.experts.balance_loss / cfg.experts.per_token,
         "sliding_window": write_windows(cfg)["sliding_window"],
     }
 
@@ -81,6 +81,7 @@ def _read_qwen3(f: Fields, names: Collection[str]) -> dict[str, Any]:
         number=_same(f, ("num_experts", "num_local_experts"), 128),
         per_token=f("num_experts_per_tok", 8),
         d_ff=f("moe_intermediate_size", 768),
+        balance_loss=_balance(f, f("num_experts_per_tok", 8)),
         normalize=f("norm_topk_prob", False),
         layers=None if len(layers) == number else layers,
     )
@@ -99,6 +100,7 @@ def _write_qwen3(cfg: ModelConfig) -> dict[str, Any]:
             "num_experts_per_tok": cfg.experts.per_token,
             "moe_intermediate_size": cfg.experts.d_ff,
             "norm_topk_prob": cfg.experts.normalize,
+            "router_aux_loss_coef": cfg.experts.balance_loss / cfg.experts.per_token,
             "decoder_sparse_step": 1,
             "attention_bias": cfg.qkv_bias,
             "sliding_window": window,
@@ -129,7 +131,7 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
     mtp = ahead > 0 and any(f".layers.{number}." in name for name in names)  # many files leave it out
     if mtp and ahead > 1:
         raise ValueError(f"config.json: num_nextn_predict_layers={ahead} is not supported; supported: 0, 1")
-    number, first = f("num_hidden_layers"), f("first_k_dense_replace", 3)
+    first = f("first_k_dense_replace", 3)
     experts = Experts(
         number=_same(f, ("n_routed_experts", "num_local_experts"), 256),
         per_token=f("num_experts_per_tok", 8),
@@ -143,7 +145,8 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
         groups_per_token=f("topk_group", 4),
         selection_bias=True,
     )
-    width, rope_dim = f("qk_nope_head_dim", 128), f("qk_rope_head_dim", 64)
+    width, rope_dim, heads = f("qk_nope_head_dim", 128), f("qk_rope_head_dim", 64), f("num_attention_heads")
+    f.only(num_key_value_heads=heads)
     latent = Latent(
         rank=f("kv_lora_rank", 512),
         query_rank=(f("q_lora_rank", 1536) or 0),
@@ -154,7 +157,7 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
     sharper = mscale(rope.get("factor", 1.0), rope["mscale_all_dim"]) if rope.get("mscale_all_dim") else 1.0
     return read(f) | {
         "head_dim": width,
-        "n_kv_heads": f("num_attention_heads"),
+        "n_kv_heads": heads,
         "attention": "latent",
         "latent": latent,
         "experts": experts,
@@ -245,6 +248,13 @@ def _deepseek_tensors(cfg: ModelConfig) -> Table:
     return table
 
 
+def _deepseek_same(cfg: ModelConfig) -> dict[str, str]:
+    # Files repeat their tables for the block after the layers.
+    block = f"model.layers.{cfg.n_layers}."
+    repeated = {block + "embed_tokens.weight": "embedding.token", block + "shared_head.head.weight": "head.kernel"}
+    return SHARED["same"] | repeated
+
+
 FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _write_mixtral, _mixtral_tensors, **SHARED),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3, _write_qwen3, _qwen3_tensors, **SHARED),
@@ -255,9 +265,7 @@ FAMILIES = (
         _write_deepseek,
         _deepseek_tensors,
         prefix="model.",
-        # The published model repeats its tables for the block after its 61 layers.
-        same=SHARED["same"]
-        | {"model.layers.61.embed_tokens.weight": "embedding.token", "model.layers.61.shared_head.head.weight": "head.kernel"},
+        same=_deepseek_same,
         buffers=SHARED["buffers"],
     ),
 )

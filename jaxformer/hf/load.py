@@ -135,7 +135,8 @@ def resolve(family: Family, cfg: ModelConfig, tensors: files.Tensors, ignore: Se
             expected[name] = source.shape(sizes_of(param, cfg))
             found[path].append((rows, source._replace(name=name)))
     left = {name: (name, family.prefix + name) for name in entries.keys() - expected.keys()}
-    repeated = {name: family.same[f] for name, forms in left.items() for f in forms if family.same.get(f) in spec}
+    same = family.same(cfg) if callable(family.same) else family.same
+    repeated = {name: same[f] for name, forms in left.items() for f in forms if same.get(f) in spec}
     patterns = re.compile("|".join(f"(?:{p})" for p in (*family.buffers, *ignore, r"[^\s\S]")))
     unused = {name for name, forms in left.items() if name not in repeated and not any(map(patterns.fullmatch, forms))}
     lines = specs.diff(expected, {name: entries[name].shape for name in entries if name in expected or name in unused})

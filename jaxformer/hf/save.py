@@ -17,12 +17,12 @@ from jaxformer.hf.layout import Source
 from jaxformer.hf.load import FAMILIES, numbered, read_config, sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model, rope
+from jaxformer.parts import BALANCING
 from jaxformer.spec import Param
 
 # What a file does not say, and the model's numbers do not depend on
 EXECUTION = ("dtype", "param_dtype", "scan", "remat", "init", "init_std", "scale_residual_init")
 TOKENS = ("bos", "eos", "pad")
-TRAINING = ("dispatch", "capacity", "balance_loss", "z_loss", "balance_rate")
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
@@ -101,14 +101,17 @@ def _plain(cfg: ModelConfig) -> dict[str, Any]:
     """All that the numbers depend on, at inference."""
     unused = set(EXECUTION + DROPOUTS)
     inference: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(cfg.experts) if field.name in TRAINING
+        field.name: field.default for field in dataclasses.fields(cfg.experts) if field.name in BALANCING
     }
     if cfg.position != "rope":
         unused |= {"rope_theta", "rope_layout", "rope_fraction", "rope_scaling", "rope_local_theta"}
     if cfg.position != "relative":
         unused |= {"relative_buckets", "relative_distance"}
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in unused}
-    values["experts"] = dataclasses.replace(cfg.experts, **inference)
+    sparse = [number for number, layer in enumerate(cfg.layers) if layer.experts.number]
+    values["experts"] = dataclasses.replace(cfg.experts, **inference, layers=tuple(sparse) if sparse else None)
+    if len(sparse) == cfg.n_layers:
+        values["d_ff"] = None  # no layer has such a feed-forward
     standard = (cfg.head_dim + cfg.latent.rope_dim if cfg.attention == "latent" else cfg.head_dim) ** -0.5
     values["attention_scale"] = standard if cfg.attention_scale is None else cfg.attention_scale
     values["window"] = tuple(layer.window for layer in cfg.layers)

@@ -36,7 +36,7 @@ class Family:
     """``our path -> Source``; paths that the model lacks may be there too."""
     prefix: str = ""
     """With which a file's names may begin or not."""
-    same: dict[str, str] = field(default_factory=dict)
+    same: dict[str, str] | Callable[[ModelConfig], dict[str, str]] = field(default_factory=dict)
     """Names of tensors that a file may repeat, and our path of the one they must be equal to."""
     buffers: tuple[str, ...] = ()
     """Patterns (re) of names that hold nothing trained, and are computed here."""

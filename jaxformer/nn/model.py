@@ -133,23 +133,38 @@ def hidden(
 
 
 def after_next(
-    params: dict, hidden_BTD: jax.Array, tokens, cfg: ModelConfig, *, positions=None, segments=None, valid=None, cache=None
+    params: dict,
+    hidden_BTD: jax.Array,
+    tokens,
+    cfg: ModelConfig,
+    *,
+    positions=None,
+    segments=None,
+    valid=None,
+    key: jax.Array | None = None,
+    cache=None,
+    routed: Routed | None = None,
 ):
     """What the head reads to predict the token after the next, [B, T, D] (``mtp``), of what it read to predict the next,
     ``hidden``, and of the next tokens [B, T] themselves. Keywords and errors as ``hidden``'s, for the tokens before them; the
     cache is of ``mtp.config(cfg)``, and with one the result is a pair."""
     if not cfg.mtp:
         raise ValueError("the model has no block for the token after the next (mtp=False)")
+    check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
-    with _precision(cfg):
+    if hidden_BTD.shape != (*tokens.shape, cfg.d_model):
+        raise ValueError(
+            f"hidden has shape {hidden_BTD.shape}; for tokens {tokens.shape} it must be {(*tokens.shape, cfg.d_model)}"
+        )
+    with _precision(cfg), scope("mtp"):
         token_BTD = embed(params, tokens, cfg)
         if cache is None:
             places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
-            return mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places)
+            return mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, key=key, routed=routed)
         own = mtp.config(cfg)
         places, cache = cache.advance(tokens.shape, own, positions, valid)
         writer = cache.writer(0, own, places)
-        x_BTD = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, extend=writer.extend)
+        x_BTD = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, extend=writer.extend, routed=routed)
         return cache.guard(x_BTD), cache.replace(layers=(writer.entry,))
 
 

@@ -34,11 +34,12 @@ class Routing(NamedTuple):
 class Routed:
     """What the layers of experts did in one forward: given to ``hidden``, which fills ``layers`` with a dict a layer.
 
-    counted [B, T] bool: tokens that count in the sums; None: all that are no padding.
+    counted [B, T] bool: tokens that count in the sums; None: all that are no padding. training: whether ``dispatch="capacity"``
+    leaves tokens out, as it never does otherwise: what a token gets would depend on those it is computed with.
     """
 
-    def __init__(self, counted: Any = None):
-        self.counted, self.layers = counted, list[dict[str, jax.Array]]()
+    def __init__(self, counted: Any = None, training: bool = False):
+        self.counted, self.training, self.layers = counted, training, list[dict[str, jax.Array]]()
 
 
 def spec(cfg: ModelConfig) -> dict:
@@ -73,8 +74,8 @@ def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig, *, valid: Any = None
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     routing = route(params, x_TD, cfg.experts)
     valid_T = jnp.ones(len(x_TD), bool) if valid is None else jnp.broadcast_to(valid, x_BTD.shape[:2]).reshape(-1)
-    run = {"dropless": _dropless, "capacity": _capacity}[cfg.experts.dispatch]
-    y_TD, kept_TJ = run(params, x_TD, routing, valid_T, cfg)
+    limited = cfg.experts.dispatch == "capacity" and routed is not None and routed.training
+    y_TD, kept_TJ = (_capacity if limited else _dropless)(params, x_TD, routing, valid_T, cfg)
     if routed is not None:
         counted_T = valid_T if routed.counted is None else jnp.broadcast_to(routed.counted, x_BTD.shape[:2]).reshape(-1)
         routed.layers.append(sums(routing, kept_TJ, counted_T, cfg.experts))
@@ -153,7 +154,7 @@ def _experts(params, x_MD, product, cfg):
 
 def _combine(y_MD, weight_TJ, x_TD):
     y_TJD = y_MD.reshape(*weight_TJ.shape, -1)
-    return jnp.einsum("TJD,TJ->TD", y_TJD, weight_TJ.astype(x_TD.dtype))
+    return jnp.einsum("TJD,TJ->TD", y_TJD, weight_TJ, preferred_element_type=jnp.float32).astype(x_TD.dtype)
 
 
 def sums(routing: Routing, kept_TJ: jax.Array, counted_T: jax.Array, experts: Experts) -> dict[str, jax.Array]:
@@ -166,9 +167,13 @@ def sums(routing: Routing, kept_TJ: jax.Array, counted_T: jax.Array, experts: Ex
     counted = counted_T.astype(jnp.float32)
     chosen_TE = (routing.expert[..., None] == jnp.arange(experts.number)).sum(1).astype(jnp.float32)
     return {
-        "load": counted @ chosen_TE,
-        "probability": counted @ scores,
-        "log_z2": counted @ jax.nn.logsumexp(routing.logits, axis=-1) ** 2,
+        "load": _over(counted, chosen_TE),
+        "probability": _over(counted, scores),
+        "log_z2": _over(counted, jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
         "tokens": counted.sum(),
-        "dropped": counted @ (~kept_TJ).sum(-1).astype(jnp.float32),
+        "dropped": _over(counted, (~kept_TJ).sum(-1).astype(jnp.float32)),
     }
+
+
+def _over(counted_T: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.matmul(counted_T, x, precision="highest")

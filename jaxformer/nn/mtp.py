@@ -12,7 +12,6 @@ from jaxformer.config import ModelConfig
 from jaxformer.nn import block, norm
 from jaxformer.nn.dense import dense
 from jaxformer.nn.mask import Places
-from jaxformer.nn.named import scope
 from jaxformer.spec import Param, bound, kernel
 
 
@@ -47,11 +46,12 @@ def apply(
     *,
     places: Places | None = None,
     extend: Any = None,
+    key: jax.Array | None = None,
+    routed: Any = None,
 ) -> jax.Array:
-    """[B, T, D], for the head, of the next tokens' embeddings and what the head read. places, extend: as ``block.apply``'s."""
-    with scope("mtp"):
-        token_BTD = norm.apply(params["token_norm"], token_BTD, cfg)
-        hidden_BTD = norm.apply(params["hidden_norm"], hidden_BTD, cfg)
-        x_BTD = dense("BTD,DF->BTF", token_BTD, params["join_token"]) + dense("BTD,DF->BTF", hidden_BTD, params["join_hidden"])
-        x_BTD = block.apply(params["layer"], x_BTD, cfg.layers[-1], places=places, extend=extend)
-        return norm.apply(params["norm"], x_BTD, cfg)
+    """[B, T, D], for the head, of the next tokens' embeddings and what the head read. Keywords as ``block.apply``'s."""
+    token_BTD = norm.apply(params["token_norm"], token_BTD, cfg)
+    hidden_BTD = norm.apply(params["hidden_norm"], hidden_BTD, cfg)
+    x_BTD = dense("BTD,DF->BTF", token_BTD, params["join_token"]) + dense("BTD,DF->BTF", hidden_BTD, params["join_hidden"])
+    x_BTD = block.apply(params["layer"], x_BTD, cfg.layers[-1], places=places, extend=extend, key=key, routed=routed)
+    return norm.apply(params["norm"], x_BTD, cfg)

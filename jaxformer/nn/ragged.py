@@ -7,13 +7,14 @@ import jax.numpy as jnp
 def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.Array:
     """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
 
-    ``jax.lax.ragged_dot`` multiplies every row with every kernel, on CPUs and (JAX 0.10) on TPUs. Here TPUs take JAX's own
-    Pallas kernel, in bfloat16. Anything else lays the rows out in blocks of one group each, and multiplies blocks with copies
-    of their kernels.
+    ``jax.lax.ragged_dot`` multiplies every row with every kernel on CPUs and (JAX 0.10) on TPUs. A single TPU takes JAX's own
+    Pallas kernel, in bfloat16; XLA cannot spread that over several. CPUs lay the rows out in blocks of one group each, and
+    multiply blocks with copies of their kernels, which are some 17 for each: too many for the memory of accelerators.
     """
     kernel_EDF = kernel_EDF.astype(x_MD.dtype)
-    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) else _by_blocks
-    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes.astype(jnp.int32), tpu=tpu, default=_by_blocks)
+    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) and jax.device_count() == 1 else jax.lax.ragged_dot
+    sizes = sizes.astype(jnp.int32)
+    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, tpu=tpu, default=jax.lax.ragged_dot)
 
 
 TILE = 128

@@ -91,23 +91,24 @@ def apply(
 
     if cache is None:
         x_BTD, did = _layers(params["layers"], x_BTD, cfg, run)
-        if routed is not None:
-            routed.layers += did
     else:
-        x_BTD, cache = _cached_layers(params["layers"], x_BTD, cfg, run, cache, places)
+        x_BTD, did, cache = _cached_layers(params["layers"], x_BTD, cfg, run, cache, places)
+    if routed is not None:
+        routed.layers += did
     if "norm" in params:
         x_BTD = norm.apply(params["norm"], x_BTD, cfg)
     return x_BTD if cache is None else (x_BTD, cache)
 
 
 def _cached_layers(params, x_BTD, cfg, run, cache, places):
-    entries = []
+    entries, did = [], []
     for index, layer, layer_params in _numbered(params, cfg):
         writer = cache.writer(index, layer, places)
         with scope(str(index)):
-            x_BTD, _ = run(layer, index, layer_params, x_BTD, writer)
+            x_BTD, own = run(layer, index, layer_params, x_BTD, writer)
         entries.append(writer.entry)
-    return cache.guard(x_BTD), cache.replace(layers=tuple(entries))
+        did += own
+    return cache.guard(x_BTD), did, cache.replace(layers=tuple(entries))
 
 
 def _layers(params, x_BTD, cfg, run):

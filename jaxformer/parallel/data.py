@@ -3,7 +3,9 @@
 The same numbers either way, up to the masks of dropout.
 """
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,8 @@ class Placement:
     step: Callable[[Any, Any], tuple[Any, Any]]
     """The compiled update; its first argument's buffers are reused."""
     put_state: Callable[[Any], Any]
-    begin: Callable[[Callable[[], Any]], Any]
-    """The state that a function makes."""
+    begin: Callable[..., Any]
+    """The state that a function makes, of parameters if given."""
     like: Callable[[Any], Any]
     """Of an abstract state, shapes that say where each tensor is to be restored, if not on one device."""
     get_state: Callable[[Any], Any]
@@ -32,6 +34,8 @@ class Placement:
     put_evaluation: Callable[[Any], Any]
     """A batch for a jitted function of ``get_state(state)``."""
     get_metrics: Callable[[Any], dict[str, float]]
+    within: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    """Where everything else that computes with the state has to stand."""
 
 
 def jit(make_update: Callable[[str | None], Callable], devices: list | None = None) -> Placement:
@@ -46,7 +50,7 @@ def jit(make_update: Callable[[str | None], Callable], devices: list | None = No
     return Placement(
         step=jax.jit(make_update(None), donate_argnums=0, out_shardings=(whole, whole)),
         put_state=lambda state: jax.device_put(state, whole),
-        begin=lambda fresh: jax.device_put(fresh(), whole),
+        begin=lambda fresh, params=None: jax.device_put(fresh(params=params), whole),
         like=lambda state: state,
         get_state=lambda state: state,
         put_batch=put_batch,
@@ -71,7 +75,7 @@ def pmap(make_update: Callable[[str | None], Callable], devices: list | None = N
     return Placement(
         step=jax.pmap(make_update(AXIS), axis_name=AXIS, devices=devices, donate_argnums=0),
         put_state=put_state,
-        begin=lambda fresh: put_state(fresh()),
+        begin=lambda fresh, params=None: put_state(fresh(params=params)),
         like=lambda state: state,
         get_state=lambda state: jax.tree.map(lambda x: x.addressable_data(0)[0], state),
         put_batch=put_batch,

@@ -44,10 +44,12 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
         placed = {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
         return jax.device_put(batch, placed)
 
-    def begin(fresh):
+    def begin(fresh, params=None):
         """Each tensor is made on its shards: no device ever holds the whole."""
         with jax.set_mesh(mesh):
-            return jax.jit(fresh, out_shardings=where)()
+            if params is None:
+                return jax.jit(fresh, out_shardings=where)()
+            return jax.jit(lambda params: fresh(params=params), out_shardings=where)(params)
 
     def run(state, batch):
         with jax.set_mesh(mesh):
@@ -65,6 +67,7 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
         put_batch=put_batch,
         put_evaluation=put_batch,
         get_metrics=lambda metrics: {name: float(value) for name, value in metrics.items()},
+        within=lambda: jax.set_mesh(mesh),
     )
 
 

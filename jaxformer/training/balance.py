@@ -42,7 +42,7 @@ def metrics(sums: Sums) -> Sums:
     load = sums["load"]
     mean = _some(load.mean(-1, keepdims=True))
     share = load / _some(load.sum(-1, keepdims=True))
-    entropy = -(share * jnp.log(jnp.where(share > 0, share, 1.0))).sum(-1) / jnp.log(load.shape[-1])
+    entropy = -(share * jnp.log(jnp.where(share > 0, share, 1.0))).sum(-1) / jnp.log(max(load.shape[-1], 2))
     return {
         "balance": balance(sums).mean(),
         "load_max": (load / mean).max(),
@@ -54,12 +54,17 @@ def metrics(sums: Sums) -> Sums:
 
 def move_bias(params: Any, load_LE: jax.Array, rate: float) -> Any:
     """Parameters whose selection biases are ``rate`` higher for experts with less than their layer's mean load, and lower for
-    those with more (Wang et al. 2024, algorithm 1)."""
+    those with more (Wang et al. 2024, algorithm 1). load_LE: of the decoder's layers, and of the block of ``mtp``, if any."""
+    moves = rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
     decoder = params["decoder"]
     moe = decoder["layers"]["moe"]
-    bias = moe["bias"] + rate * jnp.sign(load_LE.mean(-1, keepdims=True) - load_LE)
-    layers = decoder["layers"] | {"moe": moe | {"bias": bias}}
-    return params | {"decoder": decoder | {"layers": layers}}
+    layers = decoder["layers"] | {"moe": moe | {"bias": moe["bias"] + moves[: len(moe["bias"])]}}
+    params = params | {"decoder": decoder | {"layers": layers}}
+    if len(moves) == len(moe["bias"]):
+        return params
+    layer = params["mtp"]["layer"]
+    layer = layer | {"moe": layer["moe"] | {"bias": layer["moe"]["bias"] + moves[-1]}}
+    return params | {"mtp": params["mtp"] | {"layer": layer}}
 
 
 def _some(x: jax.Array) -> jax.Array:

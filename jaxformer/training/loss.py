@@ -10,7 +10,9 @@ import numpy as np
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
+from jaxformer.nn.dense import child
 from jaxformer.nn.moe import Routed
+from jaxformer.nn.named import scope
 from jaxformer.training import balance
 
 IGNORE = -100
@@ -56,9 +58,10 @@ def loss_sum(
     chunk: int | None = None,
     mtp_weight: float = 0.3,
     axis_name: str | None = None,
+    training: bool = True,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The numerator of ``loss``, and sums (nll, correct, weight; of experts, what ``balance`` goes by) that may be added over
-    microbatches and over the devices of ``axis_name``."""
+    microbatches and over the devices of ``axis_name``. training: see ``nn.moe.Routed``."""
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
     if chunk is not None and chunk < 1:
@@ -66,14 +69,15 @@ def loss_sum(
     check(batch, cfg)
     given = {name: batch[name] for name in OPTIONAL if name in batch}
     targets, weights = jnp.asarray(batch["targets"]), counted_weights(batch)
-    routed = Routed(given.get("valid", weights != 0)) if cfg.experts.number else None
+    routed = Routed(given.get("valid", weights != 0), training) if cfg.experts.number else None
     hidden_BTD = model.hidden(params, batch["tokens"], cfg, key=key, routed=routed, **given)
     whole = functools.partial(_chunk_sum, params, cfg, label_smoothing)
     if chunk is not None and chunk < hidden_BTD.shape[1]:
         whole = functools.partial(_by_chunks, whole, chunk)
     total, sums = whole(hidden_BTD, targets, weights)
     if cfg.mtp:
-        more, ahead = whole(*_after_next(params, hidden_BTD, targets, weights, cfg, given))
+        with scope("mtp"):
+            more, ahead = whole(*_after_next(params, hidden_BTD, batch["tokens"], targets, weights, cfg, given, key, routed))
         total, sums = total + mtp_weight * more, sums | {"mtp_nll": ahead["nll"], "mtp_weight": ahead["weight"]}
     if routed is None:
         return total, sums
@@ -83,18 +87,26 @@ def loss_sum(
     return total + weight * balance.penalty(did, cfg.experts, axis_name), sums | did
 
 
-def _after_next(params, hidden_BTD, targets, weights, cfg, given):
+def _after_next(params, hidden_BTD, tokens, targets, weights, cfg, given, key, routed):
     """What the head reads to predict the targets after the targets; those, the last of which is not there; and their weights:
     a token counts where it and the one before it do, and belong together."""
-    known = jnp.where(weights == 0.0, 0, targets)
-    where = {name: given[name] for name in ("positions", "segments", "valid") if name in given}
-    read_BTD = model.after_next(params, hidden_BTD, known, cfg, **where)
-    later, later_weights = (jnp.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (targets, weights))
+
+    def shifted(x, last=0):
+        return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=last)
+
     together = weights != 0.0
     if "segments" in given:
         segments = jnp.asarray(given["segments"])
-        together = together & (segments == jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
-    return read_BTD, later, jnp.where(together, later_weights, 0.0)
+        together = together & (segments == shifted(segments, -1))
+    later_weights = jnp.where(together, shifted(weights), 0.0)
+    # The block reads what follows, whether it is trained or not: where there is no target, the text itself says what that is.
+    known = jnp.where((targets >= 0) & (targets < cfg.vocab_size), targets, shifted(jnp.asarray(tokens)))
+    where = {name: given[name] for name in ("positions", "segments", "valid") if name in given}
+    own = None if routed is None else Routed(later_weights != 0, routed.training)
+    read_BTD = model.after_next(params, hidden_BTD, known, cfg, **where, key=child(key, "mtp"), routed=own)
+    if own is not None:
+        routed.layers += own.layers
+    return read_BTD, shifted(targets), later_weights
 
 
 def counted_weights(batch: Batch) -> jax.Array:

@@ -53,6 +53,9 @@ def make_update(
     metrics: loss, accuracy, weight (counted tokens), grad_norm (before clipping), lr; with experts, those of
     ``balance.metrics``, whose loss each microbatch has for itself.
     """
+    experts = cfg.experts
+    if experts.number and experts.per_token == 1 and experts.normalize:
+        raise ValueError("experts with per_token=1 and normalize=True weigh 1, always: their router would learn nothing")
     transform = optimizer(optim, steps, cfg)
     has_dropout = max(cfg.attention_dropout, cfg.residual_dropout, cfg.embedding_dropout) > 0
 
@@ -105,4 +108,4 @@ def _accumulate(gradient, params, batch, key, microbatches):
 
 def make_evaluate(cfg: ModelConfig) -> Callable[[Any, Batch], dict[str, jax.Array]]:
     """``evaluate(params, batch)``: the summed metrics of ``loss_sum``, without dropout and smoothing."""
-    return lambda params, batch: loss_sum(params, batch, cfg)[1]
+    return lambda params, batch: loss_sum(params, batch, cfg, training=False)[1]
