@@ -36,7 +36,8 @@ class TrainConfig(Strict):
     keep: int = 2
     """Newest checkpoints to keep; the one of lowest validation loss is kept besides."""
     microbatches: int = 1
-    """Parts that a batch is computed in, one after another: less memory, and the same numbers up to the masks of dropout."""
+    """Parts that a batch is computed in, one after another: less memory, and the same numbers up to the masks of dropout
+    and, with experts, to each part's own load in their balance loss."""
     label_smoothing: float = 0.0
     """Share of the target probability that is spread over the whole vocabulary."""
     loss_chunk: int | None = None

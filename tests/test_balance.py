@@ -112,7 +112,7 @@ def test_an_update_moves_the_bias_by_the_rate_alone():
 
 
 def test_devices_agree():
-    """pmap and a sharded jit balance the load of the whole step; the update is one device's."""
+    """pmap balances the load of the whole step: the update is one device's. (A sharded jit: test_mesh.)"""
     data = batch()
     state = init_state(MIXED, OPTIM, 10, 0)
     alone, metrics = jax.jit(make_update(MIXED, OPTIM, 10))(state, data)

@@ -22,7 +22,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = 5e-5
 
 
-@pytest.mark.parametrize("name", published.NAMES)
+# One of each kind of block; the rest are slow, not other.
+QUICK = ["bert_mlm", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "llama_gqa_tied", "llama_rope_yarn", "marian", "mixtral"]
+QUICK += ["olmo2", "phi3", "qwen2_window", "t5_v11"]
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in published.NAMES]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_everything_is_as_in_the_reference(name, tmp_path):
     reference = published.folder(tmp_path, name)
     reference = {key: value for key, value in reference.items() if not key.startswith("beam")}  # in test_golden_decoding

@@ -1,6 +1,7 @@
 """Training that begins from a model that is there already, and the way back."""
 
 import dataclasses
+import functools
 import importlib.util
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ import jaxformer as jf
 from jaxformer import pretrained, run
 from jaxformer.data import tokenizer
 from jaxformer.run import InitConfig
+from jaxformer.sharding import MeshConfig
+from jaxformer.training.step import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
@@ -106,6 +109,28 @@ def test_a_run_may_begin_from_a_run_in_another_dtype(folder, text, train, tmp_pa
     assert adopted.model == dataclasses.replace(cfg, param_dtype="bfloat16")
     assert tok.encode("one") == tokenizer.load(tmp_path / "first").encode("one")
     assert same(read(), jax.tree.map(lambda array: array.astype("bfloat16"), params))
+
+
+@pytest.mark.parametrize("kind", ["published", "run"])
+def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path):
+    mesh = MeshConfig(fsdp=8)
+    if kind == "run":
+        train.main(config(tmp_path / "first", text, folder))
+        folder = tmp_path / "first"
+    asked = dataclasses.replace(config(tmp_path / "run", text, folder), mesh=mesh)
+    adopted, _, read = pretrained.begin(asked)
+    fresh = functools.partial(init_state, adopted.model, adopted.optim, 2, 0)
+    placement = train.place(adopted, abstract := jax.eval_shape(fresh))
+    like = placement.like(abstract)
+    params = read(like.params)
+    assert same(params, jf.load(folder)[1] if kind == "run" else jf.hf.load(folder)[1])
+    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    assert places == [shape.sharding for shape in jax.tree.leaves(like.params)] and not all(
+        p.is_fully_replicated for p in places
+    )
+    state = train.begin(placement, abstract, fresh, None, lambda like: params)
+    assert same(state.params, params)
+    train.main(asked)
 
 
 def test_what_cannot_be_had_together_is_refused(folder, text, train, tmp_path):
