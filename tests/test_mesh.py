@@ -150,6 +150,7 @@ def test_states_are_born_and_restored_on_their_shards():
 # In a run
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     loader = importlib.util.spec_from_file_location("train", Path(__file__).parent.parent / "train.py")
     train = importlib.util.module_from_spec(loader)

@@ -12,9 +12,11 @@ def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.
     multiply blocks with copies of their kernels, which are some 17 for each: too many for the memory of accelerators.
     """
     kernel_EDF = kernel_EDF.astype(x_MD.dtype)
-    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) and jax.device_count() == 1 else jax.lax.ragged_dot
     sizes = sizes.astype(jnp.int32)
-    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, tpu=tpu, default=jax.lax.ragged_dot)
+    # Every branch is traced, and ragged_dot knows no vmap: it stays out of programs that are made where there are CPUs alone.
+    other = _by_blocks if jax.default_backend() == "cpu" else jax.lax.ragged_dot
+    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) and jax.device_count() == 1 else other
+    return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, tpu=tpu, default=other)
 
 
 TILE = 128
