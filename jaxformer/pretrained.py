@@ -44,9 +44,8 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
 
 
 def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | None]:
-    """A config whose model is the one that ``init.from`` names; its tokenizer, None where the run
-    or the config has one; and a function that
-    reads its parameters, None for fresh ones; it takes shapes with the shardings that they are to have, or without.
+    """A config whose model is the one that ``init.from`` names; its tokenizer, None where the run or the config has one; and a
+    function that reads its parameters (of shapes, with the shardings they are to have or without), None for fresh ones.
 
     Raises ValueError, before anything large is read, where a run that exists began elsewhere, and where model and data
     cannot be had together.

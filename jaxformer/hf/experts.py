@@ -169,10 +169,8 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
 
 def _write_deepseek(cfg: ModelConfig) -> dict[str, Any]:
     own, experts = cfg.latent, cfg.experts
-    if experts.groups == 1 and experts.groups_per_token != 1:
-        raise ValueError("groups_per_token without groups")
     layers = range(cfg.n_layers) if experts.layers is None else experts.layers
-    if own.rank and tuple(layers) != tuple(range(cfg.n_layers - len(layers), cfg.n_layers)):
+    if tuple(layers) != tuple(range(cfg.n_layers - len(layers), cfg.n_layers)):
         raise ValueError("its first layers are dense, and all others have experts")
     return write(cfg) | {
         "head_dim": own.rope_dim,

@@ -16,7 +16,7 @@ from jaxformer.hf import encoders, experts, files, gemma, gpt, llama, t5
 from jaxformer.hf.fields import Fields, read_json
 from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
-from jaxformer.hf.place import Placer, blocks
+from jaxformer.hf.place import Placer, blocks, sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import block, model
 from jaxformer.record import dtype_name
@@ -114,11 +114,6 @@ def numbered(path: str, param: Param, source: Source, cfg: ModelConfig) -> Numbe
         experts = range(cfg.experts.number)
         names = {(*rows, e): name.replace("{e}", str(e)) for rows, name in names.items() for e in experts}
     return [(rows, source._replace(name=name)) for rows, name in names.items()]
-
-
-def sizes_of(param: Param, cfg: ModelConfig) -> dict[str, int]:
-    """Sizes of all letters, those of the tensor's own stack first."""
-    return cfg.sizes | dict(param.sizes)
 
 
 def resolve(family: Family, cfg: ModelConfig, tensors: files.Tensors, ignore: Sequence[str]) -> dict[str, Numbered]:

@@ -58,7 +58,7 @@ class Placer:
         return jnp.dtype(param.dtype or self._cfg.param_dtype)
 
     def _whole(self, sources: Sources, param: Param, dims: str, sharding: NamedSharding | None) -> jax.Array:
-        sizes = self._cfg.sizes | dict(param.sizes)
+        sizes = sizes_of(param, self._cfg)
         shape = tuple(sizes[letter] for letter in dims)
         lead = len(sources[0][0])  # axes along which each row has a source
 
@@ -82,6 +82,11 @@ class Placer:
         for start in range(0, len(todo), AT_ONCE):
             list(self._pool.map(functools.partial(_copy_block, out, view), todo[start : start + AT_ONCE]))
             files.let_go(stored)
+
+
+def sizes_of(param: Param, cfg: ModelConfig) -> dict[str, int]:
+    """Sizes of all letters, the tensor's own first."""
+    return cfg.sizes | dict(param.sizes)
 
 
 def blocks(view: np.ndarray) -> list[tuple[slice, ...]]:

@@ -14,7 +14,8 @@ from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
 from jaxformer.hf import files
 from jaxformer.hf.layout import Source
-from jaxformer.hf.load import FAMILIES, numbered, read_config, sizes_of
+from jaxformer.hf.load import FAMILIES, numbered, read_config
+from jaxformer.hf.place import sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model, rope
 from jaxformer.parts import BALANCING
