@@ -34,15 +34,3 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
-
-
-OWN = ("test_generate", "test_cache", "test_multitoken", "test_stack", "test_step", "test_visibility", "test_latent")
-"""Files in which the preset of experts and latent attention is worth its time in every run."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Elsewhere that preset, the slowest to compile, belongs to the slow tests."""
-    for item in items:
-        if "[deepseek" in item.nodeid and "deepseek_v3" not in item.nodeid and item.path.stem not in OWN:
-            item.add_marker(pytest.mark.slow)
