@@ -9,13 +9,9 @@ from typing import Literal
 
 from jaxformer.component import name_of, resolve
 from jaxformer.parts import Experts, Latent, RopeScaling
-from jaxformer.record import Strict, dtype_name, within
+from jaxformer.record import Derived, Strict, dtype_name, within
 
 COMPONENTS = ("attention", "mlp", "norm", "position")
-
-
-class Derived(int):
-    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +145,12 @@ class ModelConfig(Strict):
     scan: bool = False
     """Run the layers as one lax.scan (compiles once for all layers: right for deep models on accelerators) or unrolled
     (faster on CPU). The parameters are the same."""
+    attention_kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    """What computes attention: plain XLA; splash, a TPU's kernel; cudnn, on GPUs; auto, the device's own where it can."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: none; dots, all but matrix products; full, everything inside a block."""
+    """What the backward pass recomputes: none; dots, all but matrix products and attention's result; full, all inside a block."""
+    save: tuple[str, ...] = ()
+    """Named activations that it does not recompute though remat says so: attention.query, mlp.up, block.out and their like."""
 
     def __post_init__(self):
         set_ = functools.partial(object.__setattr__, self)
@@ -165,8 +165,9 @@ class ModelConfig(Strict):
             set_("qk_norm", "head" if self.qk_norm else "none")
         if self.rope_scaling is None:
             set_("rope_scaling", RopeScaling())
-        if isinstance(self.window, list):
-            set_("window", tuple(self.window))
+        for name in ("window", "save"):
+            if isinstance(getattr(self, name), list):
+                set_(name, tuple(getattr(self, name)))
         super().__post_init__()
         within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
         self._derive(set_)
@@ -215,6 +216,8 @@ class ModelConfig(Strict):
             raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
         if self.position == "relative":
             self._check_relative()
+        if self.save and self.remat == "none":
+            raise ValueError(f"save={self.save} has no effect with remat='none', which recomputes nothing")
         self.experts.check(self)
         self.latent.check(self)
         self._check_encoder()

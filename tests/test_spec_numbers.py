@@ -10,6 +10,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.data import packing
+from jaxformer.nn.attend import attend
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HAND = {"rtol": 0, "atol": 5e-7}  # the numbers are given to six decimals
@@ -26,7 +27,7 @@ def soft_selection(scores):
     ones = jnp.ones((1, 1, 1, 1, 1))
     mask = np.ones((1, 1, len(scores)), bool)
     for given in (None, mask):  # with and without a mask are two programs
-        jf.attention.attend(ones, keys, keys, given, observe=lambda w: seen.append(w) or w)
+        attend(ones, keys, keys, given, observe=lambda w: seen.append(w) or w)
     np.testing.assert_array_equal(*seen)
     return np.asarray(seen[0]).ravel()
 
@@ -86,14 +87,14 @@ def test_causal_mask_of_length_3():
     np.testing.assert_array_equal(mask[0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     seen = []
     q, k, v = draw(1, 1, 1, 3, 4), draw(1, 1, 3, 4), draw(1, 1, 3, 4)
-    jf.attention.attend(q, k, v, mask, observe=lambda w: seen.append(w) or w)
+    attend(q, k, v, mask, observe=lambda w: seen.append(w) or w)
     np.testing.assert_array_equal(seen[0][0, 0, 0] > 0, mask[0])  # -inf before the softmax is exactly 0 after it
 
 
 def test_variance_of_scores_is_the_head_width_unscaled_and_1_scaled():
     q, k = draw(1, 1, 1, 500, 64), draw(1, 1, 500, 64, seed=1)
     seen = []
-    jf.attention.attend(q, k, k, None, observe=lambda w: seen.append(w) or w)
+    attend(q, k, k, None, observe=lambda w: seen.append(w) or w)
     scaled = np.log(seen[0])  # scores but for a constant a query
     unscaled = np.einsum("th,sh->ts", q[0, 0, 0], k[0, 0])
     # 500 · 64 numbers give the variance to about 1%
@@ -120,7 +121,7 @@ def shapes(cfg, batch, length):
     places = jf.mask.arange(length)
     query = jax.eval_shape(lambda p, x: jf.attention.query(p["attention"], x, cfg), params, x)
     key, value, _ = jax.eval_shape(lambda p, x: jf.attention.key_value(p["attention"], x, cfg, places), params, x)
-    mixed = jax.eval_shape(jf.attention.attend, query, key, value, None)
+    mixed = jax.eval_shape(attend, query, key, value, None)
     named = {name: x.shape for name, x in seen.items()}
     return named | {"query": query.shape, "key": key.shape, "value": value.shape, "mixed": mixed.shape}
 

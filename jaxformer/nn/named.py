@@ -20,6 +20,7 @@ from jaxformer.sharding import constrain
 
 Listener = Callable[[str, jax.Array], jax.Array]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_labels: ContextVar[set[str] | None] = ContextVar("labels", default=None)
 _scope: ContextVar[tuple[str, ...]] = ContextVar("scope", default=())
 
 
@@ -28,9 +29,30 @@ def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig) -> jax.Array:
     if len(dims) != x.ndim or any(cfg.sizes.get(letter, n) != n for letter, n in zip(dims, x.shape, strict=True)):
         expected = ", ".join(f"{letter}={cfg.sizes.get(letter, 'any')}" for letter in dims)
         raise ValueError(f"activation {name!r} has shape {x.shape}, not [{expected}]")
-    x = checkpoint_name(constrain(x, dims), name)
+    x = checkpoint_name(constrain(x, dims), label(name))
     listener = _listener.get()
     return x if listener is None else listener(".".join((*_scope.get(), name)), x)
+
+
+def label(name: str) -> str:
+    """What ``name`` is called within a layer, whichever that is, such as "attention.mixed" or "block.out": the names that
+    ``ModelConfig.save`` knows."""
+    parts = [part for part in _scope.get()[1:] if not part.isdigit()]
+    found = ".".join((*(parts or ["block"]), name))
+    if (labels := _labels.get()) is not None:
+        labels.add(found)
+    return found
+
+
+@contextlib.contextmanager
+def labels() -> Iterator[set[str]]:
+    """The labels of what is named inside."""
+    found: set[str] = set()
+    token = _labels.set(found)
+    try:
+        yield found
+    finally:
+        _labels.reset(token)
 
 
 def listening() -> bool:
