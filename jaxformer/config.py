@@ -148,7 +148,7 @@ class ModelConfig(Strict):
     attention_kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
     """What computes attention: plain XLA; splash, a TPU's kernel; cudnn, on GPUs; auto, the device's own where it can."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: none; dots, all but matrix products and attention's result; full, all inside a block."""
+    """What the backward pass recomputes: none; dots, all but matrix products and what attention gives; full, all in a block."""
     save: tuple[str, ...] = ()
     """Named activations that it does not recompute though remat says so: attention.query, mlp.up, block.out and their like."""
 
@@ -178,9 +178,8 @@ class ModelConfig(Strict):
             set_("n_kv_heads", Derived(self.n_heads))
         if isinstance(self.head_dim, Derived):
             if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; give head_dim or change one"
-                )
+                why = "give head_dim or change one"
+                raise ValueError(f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; {why}")
             set_("head_dim", Derived(self.d_model // self.n_heads))
         if isinstance(self.d_ff, Derived):
             set_("d_ff", Derived(4 * self.d_model))
@@ -229,9 +228,7 @@ class ModelConfig(Strict):
             raise ValueError(f"relative_buckets={self.relative_buckets} must be at least {4 if both_ways else 2}")
         if self.relative_distance <= self.relative_buckets // 2:
             half = f"half of relative_buckets={self.relative_buckets}"
-            raise ValueError(
-                f"relative_distance={self.relative_distance} must be above {half}, which stand for one distance each"
-            )
+            raise ValueError(f"relative_distance={self.relative_distance} must be above {half}, one for each distance")
 
     def _check_encoder(self):
         fits = self.causal and self.has_head and not self.token_types and self.position in ("rope", "none")

@@ -10,14 +10,14 @@ _target: ContextVar[str | None] = ContextVar("target", default=None)
 
 
 def platform() -> str:
-    """"cpu", "gpu" or "tpu"."""
+    """ "cpu", "gpu" or "tpu"."""
     named = _target.get() or jax.default_backend()
     return "gpu" if named in ("cuda", "rocm") else named
 
 
 @contextlib.contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """What is traced inside is meant for ``platform``. Functions that ``jit`` has traced before keep what they were traced for."""
+    """What is traced inside is meant for ``platform``. What ``jit`` has traced before keeps what it was traced for."""
     token = _target.set(platform)
     try:
         yield

@@ -11,14 +11,14 @@ import pytest
 
 import jaxformer as jf
 from jaxformer import target
-from jaxformer.nn import inputs, kernels
+from jaxformer.nn import inputs, kernels, splash
 from jaxformer.nn.kernels import Site
-from jaxformer.nn.mask import Places
+from jaxformer.sharding import MeshConfig
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
 LENGTH = 256
 SHAPES = {"mha": (4, 1, 16, 16), "gqa": (2, 2, 16, 16), "mqa": (1, 4, 16, 16), "wide": (2, 1, 64, 64), "uneven": (2, 1, 24, 16)}
-PADDING = {"right": (0, 200), "left": (57, LENGTH), "holes": None}
+PADDING = {"right": (0, 200), "left": (57, None), "holes": None}
 CASES = {
     "causal": {},
     "whole": {"causal": False},
@@ -36,21 +36,22 @@ CASES = {
 }
 
 
-def places(case, rows=2, length=LENGTH, name=""):
-    rng = np.random.default_rng(1)
+def places(case, rows=2):
+    rng, length = np.random.default_rng(1), LENGTH
     segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1) if case.get("segments") else None
     valid = None
     if padding := case.get("padding"):
-        first, last = PADDING[padding] or (0, length)
-        valid = (np.arange(length) >= first) & (np.arange(length) < last) & np.ones((rows, 1), bool)
+        first, last = PADDING[padding] or (0, None)
+        valid = (np.arange(length) >= first) & (np.arange(length) < (last or length)) & np.ones((rows, 1), bool)
         if padding == "holes":
             valid &= rng.random(valid.shape) < 0.5
         valid[1] = True  # a row of its own without padding
     return inputs.places("", (rows, length), CFG, segments=segments, valid=valid)
 
 
-def tensors(shape, dtype, rows=2, length=LENGTH):
+def tensors(shape, dtype, rows=2):
     k, g, width, value = SHAPES[shape]
+    length = LENGTH
     rng = np.random.default_rng(0)
     draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
     return draw(rows, k, g, length, width), draw(rows, k, length, width), draw(rows, k, length, value)
@@ -102,6 +103,39 @@ def test_the_call_of_cudnn_equals_plain(case):
     check(*both("cudnn", CASES[case], dtype="bfloat16"), "bfloat16")
 
 
+MESHES = {
+    "tensor": ("gqa", MeshConfig(tensor=2, data=2, context=2)),
+    "groups": ("mqa", MeshConfig(tensor=4, fsdp=2)),
+    "context": ("gqa", MeshConfig(context=4, data=2)),
+}
+
+
+@pytest.mark.parametrize("case", ["causal", "segments", "window", "padded with holes", "whole"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_splash_on_a_mesh_equals_plain(mesh, case, monkeypatch):
+    """Each device computes the part that is its own; what is causal is folded over the sequence's devices."""
+    if case != "causal" and mesh != "context":
+        pytest.skip("masks do not depend on heads")
+    monkeypatch.setitem(globals(), "LENGTH", 512)
+    shape, config = MESHES[mesh]
+    folded = []
+    monkeypatch.setattr(splash, "_fold", lambda *args, f=splash._fold, **given: folded.append(1) or f(*args, **given))
+    with jax.set_mesh(config.make()):
+        plain, own = jax.jit(lambda: both("splash", CASES[case], shape))()
+    assert bool(folded) == (config.context > 1 and case != "whole")
+    check(plain, own, "float32")
+
+
+def test_folding_shares_causal_work_out_evenly():
+    length, shards = 1024, 4
+    order = splash._folded(length, shards).reshape(shards, -1)
+    assert sorted(order.reshape(-1)) == list(range(length))
+    work = (order + 1).sum(1)  # keys that each device's queries see
+    assert work.max() == work.min()
+    straight = (np.arange(length).reshape(shards, -1) + 1).sum(1)
+    assert straight.max() > 1.7 * straight.mean()  # 7/4, less a half key each: or there would be nothing to share out
+
+
 REFUSED = {
     "splash": {
         "cache": ({"ordered": False}, "cache"),
@@ -151,9 +185,9 @@ def test_a_cpu_computes_by_plain_xla():
 
 def test_whoever_listens_gets_the_weights():
     cfg = dataclasses.replace(CFG, n_layers=1)
-    ids, params = np.ones((1, 128), np.int32), jf.init(cfg, jax.random.key(0))
+    ids, params = np.ones((1, 128), np.int32), jf.spec.abstract(jf.model.spec(cfg), cfg)
     with target.compiling_for("tpu"):
-        _, seen = jf.capture(lambda p: jf.forward(p, ids, cfg), "*weights")(params)
+        _, seen = jax.eval_shape(jf.capture(lambda p: jf.forward(p, ids, cfg), "*weights"), params)
     assert list(seen) == ["decoder.0.attention.weights"]
 
 

@@ -23,16 +23,16 @@ def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Any
         assert seen_BTS is not None
         blind_BT = ~seen_BTS.any(-1)
         mask_BTS = mask_BTS | blind_BT[..., None]
-    q_BTNH = jnp.moveaxis(q_BKGTH.reshape(q_BKGTH.shape[0], -1, *q_BKGTH.shape[3:]), 1, 2)
-    out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH,
+    heads = jnp.moveaxis(q_BKGTH.reshape(q_BKGTH.shape[0], -1, *q_BKGTH.shape[3:]), 1, 2)  # [B, T, K·G, H]
+    mixed = jax.nn.dot_product_attention(
+        heads,
         jnp.swapaxes(k_BKSH, 1, 2),
         jnp.swapaxes(v_BKSH, 1, 2),
-        mask=None if mask_BTS is None else jnp.broadcast_to(mask_BTS, (len(q_BTNH), *mask_BTS.shape[1:]))[:, None],
+        mask=None if mask_BTS is None else jnp.broadcast_to(mask_BTS, (len(heads), *mask_BTS.shape[1:]))[:, None],
         scale=scale,
         is_causal=site.causal,
         local_window_size=None if site.window is None else (site.window - 1, 0),
         implementation="cudnn" if target.platform() == "gpu" else "xla",
     )
-    out = jnp.moveaxis(out_BTNH, 2, 1).reshape(*q_BKGTH.shape[:-1], v_BKSH.shape[-1])
+    out = jnp.moveaxis(mixed, 2, 1).reshape(*q_BKGTH.shape[:-1], v_BKSH.shape[-1])
     return out if blind_BT is None else jnp.where(blind_BT[:, None, None, :, None], 0, out)

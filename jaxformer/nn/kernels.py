@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
 from jaxformer import target
 from jaxformer.config import ModelConfig
@@ -141,7 +140,7 @@ def mix(
     kernel = choose(cfg, site)
     if kernel == "xla":
         mask_BTS = visible(places, key_places, causal=causal, window=window)
-        given = {"scale": scale, "softcap": cfg.attention_softcap, "bias": bias, "observe": observe}
-        return attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, **given)
+        softcap = cfg.attention_softcap
+        return attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
     by_kernel = splash.apply if kernel == "splash" else cudnn.apply
     return by_kernel(q_BKGTH, k_BKSH, v_BKSH, places, key_places, site, q_BKGTH.shape[-1] ** -0.5 if scale is None else scale)

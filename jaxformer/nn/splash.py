@@ -1,6 +1,7 @@
 """Attention on TPUs: JAX's splash kernel (block-sparse flash attention, Dao 2023), which never holds the scores, on every shard
 of a mesh by itself."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -61,25 +62,34 @@ def shards(q_BKGTH: jax.Array) -> int:
 
 
 def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, site):
-    specs = {name: place(dims, x.shape, ACTIVATIONS, mesh) for name, dims, x in (("q", "BKGTH", q_BKGTH), ("k", "BKSH", k_BKSH))}
+    specs = {
+        name: place(dims, x.shape, ACTIVATIONS, mesh) for name, dims, x in (("q", "BKGTH", q_BKGTH), ("k", "BKSH", k_BKSH))
+    }
     rows, kv_axis, group_axis, time_axis, _ = specs["q"]
     shards = mesh.shape[time_axis] if time_axis else 1
     heads = math.prod(q_BKGTH.shape[1:3]) // math.prod(mesh.shape[axis] for axis in (kv_axis, group_axis) if axis)
     # A causal query near the end has more to do: each device takes one half of its queries from the front, one from the back.
     balanced = shards > 1 and site.causal and site.queries % (2 * shards) == 0
-    kernel = _kernel(site, heads, shards, _folded(site.queries, shards) if balanced else None)
+    if site.causal or site.window is not None:
+        kernel = _kernel(site, heads, shards, _folded(site.queries, shards) if balanced else None)
+        own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, time_axis)))
+    else:  # the same for every part, which the library cannot split
+        kernel = _kernel(dataclasses.replace(site, queries=site.queries // shards), heads, 1)
+        own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, None)))
 
     def on_shard(kernel, q, k, v, *ids):
-        fold = functools.partial(_fold, axis=time_axis, shards=shards) if balanced else lambda x, axis_of_x, back=False: x
-        query_ids, key_ids = ids or (None, None)
-        query_ids = None if query_ids is None else fold(query_ids, 1)
+        if not balanced:
+            return _rows(kernel, q, k, v, *(ids or (None, None)))
+        fold = functools.partial(_fold, axis=time_axis, shards=shards)
+        query_ids, key_ids = (fold(ids[0], 1), ids[1]) if ids else (None, None)
         return fold(_rows(kernel, fold(q, 3), k, v, query_ids, key_ids), 3, back=True)
 
     ids = () if query_ids is None else (query_ids, key_ids)
-    own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, time_axis)))
     id_specs = (PartitionSpec(rows, time_axis), PartitionSpec(rows, None))[: len(ids)]
     in_specs = (own, specs["q"], specs["k"], specs["k"], *id_specs)
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=specs["q"], check_vma=False)(kernel, q_BKGTH, k_BKSH, v_BKSH, *ids)
+    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=specs["q"], check_vma=False)(
+        kernel, q_BKGTH, k_BKSH, v_BKSH, *ids
+    )
 
 
 def _folded(length: int, shards: int) -> np.ndarray:
@@ -111,9 +121,9 @@ def _fold(x: jax.Array, axis_of_x: int, back: bool = False, *, axis: str, shards
 def _rows(kernel, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 
-    q_BNTH = q_BKGTH.reshape(q_BKGTH.shape[0], -1, *q_BKGTH.shape[3:])
+    heads = q_BKGTH.reshape(q_BKGTH.shape[0], -1, *q_BKGTH.shape[3:])
     ids = None if query_ids is None else library.SegmentIds(query_ids, key_ids)
-    return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, ids).reshape(*q_BKGTH.shape[:-1], v_BKSH.shape[-1])
+    return jax.vmap(kernel)(heads, k_BKSH, v_BKSH, ids).reshape(*q_BKGTH.shape[:-1], v_BKSH.shape[-1])
 
 
 def _kernel(site, heads: int, shards: int, order: Any = None):
@@ -123,15 +133,15 @@ def _kernel(site, heads: int, shards: int, order: Any = None):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (site.queries, site.keys)
+    mask: Any = masks.CausalMask(shape) if site.causal else masks.FullMask(shape)
     if site.window is not None:
-        mask = masks.LocalMask(shape, (site.window - 1, 0 if site.causal else site.window - 1), 0)
-    else:
-        mask = masks.CausalMask(shape) if site.causal else masks.FullMask(shape)
+        mask = masks.LocalMask(shape, (site.window - 1, 0 if site.causal else site.window - 1), offset=0)
     if order is not None:
         mask.q_sequence = order
     queries, keys = (max(b for b in (128, 256, 512, BLOCK) if n % b == 0) for n in (site.queries // shards, site.keys))
-    names = ("block_q", "block_q_dkv", "block_q_dq"), ("block_kv", "block_kv_dkv", "block_kv_dq")
-    sizes = dict.fromkeys(names[0], queries) | dict.fromkeys((*names[1], "block_kv_compute", "block_kv_dkv_compute"), keys)
+    sizes: dict[str, Any] = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), queries)
+    for name in ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"):
+        sizes[name] = keys
     return library.make_splash_mha(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=library.BlockSizes(**sizes),
