@@ -3,11 +3,13 @@ is tested is the call, which JAX computes by XLA where there is no GPU."""
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 import jaxformer as jf
 from jaxformer import target
@@ -110,12 +112,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("case", ["causal", "segments", "window", "padded with holes", "whole"])
-@pytest.mark.parametrize("mesh", MESHES)
+ON_MESHES = [("context", "causal"), ("groups", "causal")]
+ON_MESHES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (("tensor", "causal"), *(("context", name) for name in ("segments", "window", "padded with holes", "whole")))
+]
+
+
+@pytest.mark.parametrize(("mesh", "case"), ON_MESHES)
 def test_splash_on_a_mesh_equals_plain(mesh, case, monkeypatch):
     """Each device computes the part that is its own; what is causal is folded over the sequence's devices."""
-    if case != "causal" and mesh != "context":
-        pytest.skip("masks do not depend on heads")
     monkeypatch.setitem(globals(), "LENGTH", 512)
     shape, config = MESHES[mesh]
     folded = []
@@ -193,8 +199,6 @@ def test_whoever_listens_gets_the_weights():
 
 @pytest.mark.parametrize("form", ["grouped", "latent"])
 def test_whole_models_by_splash(form):
-    import tiny
-
     cfg = dataclasses.replace(tiny.PRESETS["deepseek" if form == "latent" else "llama_gqa"], max_length=128)
     params, batch = tiny.drawn(cfg), tiny.batch(cfg, rows=2, length=128)
     grads = {}
@@ -203,3 +207,8 @@ def test_whole_models_by_splash(form):
         grads[kernel] = jax.jit(jax.grad(lambda p, own=own: jf.loss(p, batch, own)[0]))(params)
     assert not jax.tree.all(jax.tree.map(np.array_equal, *grads.values()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * max(1e-2, float(np.abs(a).max()))), *grads.values())
+
+
+def test_the_readme_has_the_table():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert kernels.table() in readme

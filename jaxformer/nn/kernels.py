@@ -5,6 +5,7 @@ where one cannot, it says so while the model is traced.
 refused. ``table`` is the whole of what each can.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,6 +88,43 @@ def _window(site: Site) -> str | None:
 LIMITS: dict[str, Callable[[Site], str | None]] = {"xla": lambda site: None, "splash": _splash, "cudnn": _cudnn}
 """Of each kernel, why it cannot serve a call, or None where it can."""
 OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
+
+
+TYPICAL = Site(queries=4096, keys=4096, key_width=128, value_width=128, dtype="bfloat16")
+FEATURES: dict[str, dict] = {
+    "causal; MHA, GQA, MQA": {},
+    "not causal": {"causal": False},
+    "cross-attention": {"causal": False, "keys": 1024},
+    "cached decoding and prefill": {"ordered": False},
+    "padding": {"padding": True},
+    "segments (packed documents)": {"segments": True},
+    "segments and padding": {"segments": True, "padding": True},
+    "window": {"window": 1024},
+    "window on both sides": {"window": 1024, "causal": False},
+    "window and padding": {"window": 1024, "padding": True},
+    "soft-cap": {"softcap": 50.0},
+    "bias on the scores (relative positions)": {"bias": True},
+    "dropout on the weights": {"dropout": True},
+    "heads of width 64": {"key_width": 64, "value_width": 64},
+    "heads of width 80": {"key_width": 80, "value_width": 80},
+    "heads of width 256": {"key_width": 256, "value_width": 256},
+    "keys of width 192, values of 128": {"key_width": 192},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "lengths that do not divide by 128": {"queries": 1000, "keys": 1000},
+    "a sequence over 4 devices": {"shards": 4},
+}
+"""What ``table`` tells of: changes of a typical call."""
+
+
+def table() -> str:
+    """What each kernel can do, in Markdown; where one cannot, "auto" computes by plain XLA."""
+    own = [name for name in LIMITS if name != "xla"]
+    rows = [f"| | {' | '.join(own)} |", "|---" * (len(own) + 1) + "|"]
+    for feature, changed in FEATURES.items():
+        whys = (LIMITS[name](dataclasses.replace(TYPICAL, **changed)) for name in own)
+        rows.append(f"| {feature} | {' | '.join(f'no: {why}' if why else 'yes' for why in whys)} |")
+    return "\n".join(rows)
 
 
 def choose(cfg: ModelConfig, site: Site) -> str:
