@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -85,15 +86,16 @@ def show(found: Explanation) -> None:
     if not console.is_terminal:
         print(found)
         return
-    steps = Table(title=found.title, title_justify="left")
+    plain: dict[str, Any] = {"box": None, "pad_edge": False, "padding": (0, 2, 0, 0)}  # such tables are wide enough
+    steps = Table(title=f"{found.title}\n", title_justify="left", **plain)
     for name in found.columns():
         steps.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
     for cells in found.cells():
         steps.add_row(*cells, style=None if cells[-1] else "dim")
-    totals = Table(show_header=False)
+    totals = Table(show_header=False, **plain)
     for cells in found.totals():
         totals.add_row(*cells)
-    console.print(steps, totals)
+    console.print(steps, "", totals, sep="\n")
 
 
 def main(arguments: list[str]) -> None:
