@@ -229,6 +229,13 @@ def test_shapes_of_a_device_are_those_it_really_holds():
     assert found["logits"].device_shape == (1, 8, 67)  # the vocabulary does not divide
 
 
+def test_a_mesh_that_is_set_changes_nothing():
+    cfg = tiny.PRESETS["deepseek"]
+    with jax.set_mesh(MeshConfig(fsdp=2, tensor=2).make()):
+        inside = jf.explain(cfg, 4, 8)
+    assert inside == jf.explain(cfg, 4, 8)
+
+
 def test_parameters_of_a_device():
     found = jf.explain(jf.presets.llama2_7b(), 64, 128, MeshConfig(fsdp=8, tensor=8))
     assert found.devices == 64

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
@@ -44,7 +45,8 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
     params = jax.eval_shape(functools.partial(model.unstack, cfg=small), abstract)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     notes = _Notes()
-    program = jax.make_jaxpr(lambda *given: _run(notes, small, *given))(params, ids)
+    with use_abstract_mesh(AbstractMesh((), ())):  # on one that is set, parameters would be constrained before they are used
+        program = jax.make_jaxpr(lambda *given: _run(notes, small, *given))(params, ids)
     untold: dict[int, list[Step]] = {}
     last = -1
     for number, step in _Search(notes.mark).products(program.jaxpr, ""):
