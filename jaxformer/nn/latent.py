@@ -20,7 +20,7 @@ from jaxformer.nn.attend import Entries
 from jaxformer.nn.dense import dense, dropout
 from jaxformer.nn.kernels import mix
 from jaxformer.nn.mask import Places, arange
-from jaxformer.nn.named import named
+from jaxformer.nn.named import multiply, named
 from jaxformer.sharding import gathered
 from jaxformer.spec import Param, kernel, zeros
 
@@ -119,9 +119,10 @@ def _plain(kernel_RKH, q_BKTH, turned_BKTH, latent_BSR, key_BSH, cfg, given):
 
 def _absorbed(kernel_RKH, q_BKTH, turned_BKTH, latent_BSR, key_BSH, cfg, given):
     key_RKH, value_RKH = jnp.split(gathered(kernel_RKH.astype(q_BKTH.dtype), "RKH"), [cfg.head_dim], axis=-1)
-    q_BKTR = jnp.einsum("BKTH,RKH->BKTR", q_BKTH, key_RKH)
+    q_BKTR = multiply("BKTH,RKH->BKTR", q_BKTH, key_RKH, name="query_latent")
     # The rotary part comes as a bias, so that the cache's two tensors need not be joined, which would copy them at every step.
-    rotary = jnp.einsum("BKTH,BSH->BKTS", turned_BKTH, key_BSH, preferred_element_type=jnp.float32) * given["scale"]
+    asked = {"name": "rotary_scores", "preferred_element_type": jnp.float32}
+    rotary = multiply("BKTH,BSH->BKTS", turned_BKTH, key_BSH, **asked) * given["scale"]
     latent_BKSR = latent_BSR[:, None]
     mixed_BKTR = mix(q_BKTR[:, None], latent_BKSR, latent_BKSR, cfg=cfg, bias=rotary[:, None], **given)[:, 0]
-    return jnp.einsum("BKTR,RKH->BKTH", mixed_BKTR, value_RKH)
+    return multiply("BKTR,RKH->BKTH", mixed_BKTR, value_RKH, name="value")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
@@ -71,7 +71,7 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
     )
 
 
-def check_batch(batch: Any, mesh: Mesh) -> None:
+def check_batch(batch: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError where rows or positions cannot be shared out evenly."""
     rows, length = batch["tokens"].shape
     for name, size, axes in (("batch_size", rows, ROWS), ("length", length, ("context",))):
