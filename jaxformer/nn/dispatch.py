@@ -3,10 +3,17 @@
 On a mesh (``jax.set_mesh``) each device sorts its own tokens, [T, D] here, and owns some of the experts: those of its place
 along the axis ``expert``. Rows (M: pairs of a token and an expert of its) go there and back by an all-to-all. Kernels are
 brought together over ``fsdp`` alone; F stays spread over ``tensor``, whose partial results are summed.
+
+Dropless is exact for any load. Shapes are fixed, so a device has room for the most that could come, if all chose it:
+owners · T · min(J, E / owners) rows, which is owners · min(J, E / owners) / J times an even share (Mixtral over 4 devices: 4
+times). Less would have to drop some. Accelerators send the rows that there are, and the Pallas kernel multiplies those
+alone: the room costs memory, and what is done by element; the step waits for the device with the highest load. Capacity
+sends and multiplies the same for any load, and leaves out what has no room.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +28,8 @@ from jaxformer.parts import Experts
 from jaxformer.sharding import PARAMETERS, ROWS, gathered, place
 
 KERNELS = {"gate": "EDF", "up": "EDF", "down": "EFD"}
+TOKENS = PartitionSpec(ROWS, "context")
+"""Where [B, T, ...] lies."""
 
 
 def apply(
@@ -45,7 +54,6 @@ def apply(
         y_BTD, kept_BTJ = local(kernels, x_BTD, expert_BTJ, weight_BTJ, valid_BT)
         return y_BTD.astype(x_BTD.dtype), kept_BTJ
     placed = {name: place(KERNELS[name], kernel.shape, PARAMETERS, mesh) for name, kernel in kernels.items()}
-    tokens = PartitionSpec(ROWS, "context")
 
     def on_device(kernels, *rows):
         kernels = {name: _whole(kernel, placed[name]) for name, kernel in kernels.items()}
@@ -53,10 +61,10 @@ def apply(
         return y_BTD[None], kept_BTJ
 
     # The devices of tensor have a part of F each. Their parts are added up outside, where the sum's gradient is a plain copy.
-    parts = PartitionSpec(placed["gate"][2], *tokens)
+    parts = PartitionSpec(placed["gate"][2], *TOKENS)
     # check_vma knows neither the Pallas kernel nor ragged_all_to_all.
     spread = jax.shard_map(
-        on_device, in_specs=(placed, tokens, tokens, tokens, tokens), out_specs=(parts, tokens), check_vma=False
+        on_device, in_specs=(placed, TOKENS, TOKENS, TOKENS, TOKENS), out_specs=(parts, TOKENS), check_vma=False
     )
     y, kept_BTJ = spread(kernels, x_BTD, expert_BTJ, weight_BTJ, valid_BT)
     return y.sum(0).astype(x_BTD.dtype), kept_BTJ
@@ -64,8 +72,19 @@ def apply(
 
 def divides(x_BTD: jax.Array, experts: Experts, mesh: Any) -> bool:
     """Whether every device of the mesh has as many tokens and experts as any other."""
-    rows = math.prod(mesh.shape[axis] for axis in ROWS)
-    return not (x_BTD.shape[0] % rows or x_BTD.shape[1] % mesh.shape["context"] or experts.number % mesh.shape["expert"])
+    return _even(x_BTD, mesh) and experts.number % mesh.shape["expert"] == 0
+
+
+def _even(x_BTD, mesh):
+    return not (x_BTD.shape[0] % math.prod(mesh.shape[axis] for axis in ROWS) or x_BTD.shape[1] % mesh.shape["context"])
+
+
+def by_token(f: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array:
+    """``f(x)``, of every device's own tokens: XLA would bring all of them together for a ``top_k``."""
+    mesh = sharding.current()
+    if mesh is None or not _even(x_BTE, mesh):
+        return f(x_BTE)
+    return jax.shard_map(f, in_specs=TOKENS, out_specs=TOKENS)(x_BTE)
 
 
 def _whole(kernel, placed):
@@ -105,10 +124,15 @@ def _dropless(kernels, x_TD, expert_TJ, valid_T, cfg, owners):
 
 
 def _capacity(kernels, x_TD, expert_TJ, valid_T, cfg, owners):
+    """Each expert has C rooms for this device's tokens, ``capacity`` even shares of them: on a mesh a token may find none that
+    would on one device, where rooms are for all tokens together. Where none is dropped, the numbers are the same.
+
+    First choices of all tokens come first, then second ones: who is late is less wanted. So a token's second choice depends on
+    the first ones of later tokens, which no causal model may do when it generates: capacity acts in training alone.
+    """
     experts = cfg.experts
     tokens, choices = expert_TJ.shape
     room = max(1, -int(-experts.capacity * tokens * choices // experts.number))
-    # First choices of all tokens come first, then second ones: who is late is less wanted.
     expert_JT = expert_TJ.T
     is_mine = (expert_JT[..., None] == jnp.arange(experts.number)) & valid_T[:, None]
     before = jnp.cumsum(is_mine.reshape(-1, experts.number), axis=0, dtype=jnp.int32).reshape(is_mine.shape) - is_mine

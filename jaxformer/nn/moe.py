@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.nn import dispatch, mlp
 from jaxformer.parts import Experts
+from jaxformer.sharding import constrain
 from jaxformer.spec import Param, kernel, zeros
 
 
@@ -83,18 +84,23 @@ def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig, *, valid: Any = None
 def route(params: dict, x_BTD: jax.Array, experts: Experts) -> Routing:
     """Chooses experts, in float32. Ties go to the lower number (as in ``jax.lax.top_k``)."""
     x, router = x_BTD.astype(jnp.float32), params["router"].astype(jnp.float32)
-    logits_BTE = jnp.einsum("BTD,DE->BTE", x, router, precision="highest")
+    # A token's logits stay with it: all devices take the whole router, and not XLA's choice.
+    logits_BTE = constrain(jnp.einsum("BTD,DE->BTE", x, router, precision="highest"), "BTE")
     scores_BTE = jax.nn.softmax(logits_BTE) if experts.score == "softmax" else jax.nn.sigmoid(logits_BTE)
     choice_BTE = jax.lax.stop_gradient(scores_BTE)  # a choice has no gradient; the weights of what is chosen do
     if "bias" in params:
         choice_BTE = choice_BTE + jax.lax.stop_gradient(params["bias"])
-    if experts.groups > 1:
-        choice_BTE = _best_groups(choice_BTE, experts)
-    _, expert_BTJ = jax.lax.top_k(choice_BTE, experts.per_token)
+    expert_BTJ = dispatch.by_token(functools.partial(_chosen, experts=experts), choice_BTE)
     weight_BTJ = jnp.take_along_axis(scores_BTE, expert_BTJ, axis=-1)
     if experts.normalize:
         weight_BTJ = weight_BTJ / (weight_BTJ.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
     return Routing(expert_BTJ, weight_BTJ * experts.scale, logits_BTE)
+
+
+def _chosen(choice_BTE: jax.Array, experts: Experts) -> jax.Array:
+    if experts.groups > 1:
+        choice_BTE = _best_groups(choice_BTE, experts)
+    return jax.lax.top_k(choice_BTE, experts.per_token)[1]
 
 
 def _best_groups(choice_BTE: jax.Array, experts: Experts) -> jax.Array:
