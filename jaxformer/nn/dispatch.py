@@ -4,11 +4,10 @@ On a mesh (``jax.set_mesh``) each device sorts its own tokens, [T, D] here, and 
 along the axis ``expert``. Rows (M: pairs of a token and an expert of its) go there and back by an all-to-all. Kernels are
 brought together over ``fsdp`` alone; F stays spread over ``tensor``, whose partial results are summed.
 
-Dropless is exact for any load. Shapes are fixed, so a device has room for the most that could come, if all chose it:
-owners · T · min(J, E / owners) rows, which is owners · min(J, E / owners) / J times an even share (Mixtral over 4 devices: 4
-times). Less would have to drop some. Accelerators send the rows that there are, and the Pallas kernel multiplies those
-alone: the room costs memory, and what is done by element; the step waits for the device with the highest load. Capacity
-sends and multiplies the same for any load, and leaves out what has no room.
+Dropless is exact for any load. Shapes are fixed, so a device has room for two even shares of the rows; where one has more,
+all go through another round, and as many as it takes. In the first round, all rows but those are through. Accelerators send the
+rows that there are, and the Pallas kernel multiplies those alone: the step waits for the device with the highest load.
+Capacity sends and multiplies the same for any load, and leaves out what has no room.
 """
 
 import functools
@@ -23,9 +22,9 @@ from jax.sharding import PartitionSpec
 from jaxformer import sharding
 from jaxformer.config import ModelConfig
 from jaxformer.nn import exchange, mlp
-from jaxformer.nn.ragged import ragged_dot
+from jaxformer.nn.ragged import TILE, ragged_dot
 from jaxformer.parts import Experts
-from jaxformer.sharding import PARAMETERS, ROWS, gathered, place
+from jaxformer.sharding import AXES, PARAMETERS, ROWS, gathered, place
 
 KERNELS = {"gate": "EDF", "up": "EDF", "down": "EFD"}
 TOKENS = PartitionSpec(ROWS, "context")
@@ -111,16 +110,44 @@ def _dropless(kernels, x_TD, expert_TJ, valid_T, cfg, owners):
     order_M = jnp.argsort(expert_M, stable=True)
     sizes_E = jnp.bincount(expert_M, length=number).astype(jnp.int32)
     x_MD = x_TD[order_M // choices]
-    if owners == 1:
-        y_MD = _experts(kernels, x_MD, functools.partial(ragged_dot, sizes=sizes_E), cfg)
-    else:
-        counts = jax.lax.all_gather(sizes_E, "expert")
-        # A token's choices are different experts: no more of them can be one device's than it has experts.
-        room = owners * len(x_TD) * min(choices, number // owners)
-        sent = exchange.to_owners(x_MD, counts, room)
-        y = _experts(kernels, sent, functools.partial(ragged_dot, sizes=exchange.own(counts).sum(0)), cfg)
-        y_MD = exchange.to_sources(y, counts, len(x_MD))
+
+    def by_expert(x_MD, sizes_E):
+        return _experts(kernels, x_MD, functools.partial(ragged_dot, sizes=sizes_E), cfg)
+
+    # A token's choices are different experts: no more of them can be one device's than it has experts.
+    most = owners * len(x_TD) * min(choices, number // owners)
+    y_MD = by_expert(x_MD, sizes_E) if owners == 1 else _at_owners(by_expert, x_MD, sizes_E, most)
     return y_MD[jnp.argsort(order_M)], jnp.ones(expert_TJ.shape, bool)
+
+
+def _at_owners(f, x_MD, sizes_E, most):
+    """``f(rows, sizes)`` of every row at its expert's owner, which ``most`` rows may come to, so many at a time as it has
+    room for."""
+    every, size = exchange.slices(sizes_E), room(len(x_MD), most)
+
+    def some(first):
+        part = exchange.window(every, first, size)
+        y = f(exchange.to_owners(x_MD, part, size), exchange.own(part))
+        return exchange.to_sources(y, part, len(x_MD))
+
+    y_MD = some(0)
+    if size == most:
+        return y_MD
+    # All devices go through as many rounds, as those of one collective must.
+    highest = jax.lax.pmax(every.size.sum((0, 2)).max(), AXES)
+
+    def another(y_MD, first):
+        # Its intermediate results are made again for the gradient: kept, those of all rounds would take the room of most.
+        more = lambda y_MD: y_MD + jax.checkpoint(some)(first)
+        return jax.lax.cond(first < highest, more, lambda y_MD: y_MD, y_MD), None
+
+    rest = lambda y_MD: jax.lax.scan(another, y_MD, jnp.arange(size, most, size))[0]
+    return jax.lax.cond(highest > size, rest, lambda y_MD: y_MD, y_MD)
+
+
+def room(rows: int, most: int) -> int:
+    """Rows that a device has room for at a time, where each sends ``rows``: two even shares, in whole tiles of the kernel."""
+    return min(most, -(-2 * rows // TILE) * TILE)
 
 
 def _capacity(kernels, x_TD, expert_TJ, valid_T, cfg, owners):
