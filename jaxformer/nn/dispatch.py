@@ -110,39 +110,58 @@ def _dropless(kernels, x_TD, expert_TJ, valid_T, cfg, owners):
     order_M = jnp.argsort(expert_M, stable=True)
     sizes_E = jnp.bincount(expert_M, length=number).astype(jnp.int32)
     x_MD = x_TD[order_M // choices]
-
-    def by_expert(x_MD, sizes_E):
-        return _experts(kernels, x_MD, functools.partial(ragged_dot, sizes=sizes_E), cfg)
-
-    # A token's choices are different experts: no more of them can be one device's than it has experts.
-    most = owners * len(x_TD) * min(choices, number // owners)
-    y_MD = by_expert(x_MD, sizes_E) if owners == 1 else _at_owners(by_expert, x_MD, sizes_E, most)
+    if owners == 1:
+        y_MD = _experts(kernels, x_MD, functools.partial(ragged_dot, sizes=sizes_E), cfg)
+    else:
+        # A token's choices are different experts: no more of them can be one device's than it has experts.
+        most = owners * len(x_TD) * min(choices, number // owners)
+        y_MD = _at_owners(kernels, x_MD, sizes_E, cfg, most)
     return y_MD[jnp.argsort(order_M)], jnp.ones(expert_TJ.shape, bool)
 
 
-def _at_owners(f, x_MD, sizes_E, most):
-    """``f(rows, sizes)`` of every row at its expert's owner, which ``most`` rows may come to, so many at a time as it has
-    room for."""
+def _at_owners(kernels, x_MD, sizes_E, cfg, most):
+    """Every row by its expert, where that is owned: ``most`` rows may come to one device, which takes as many at a time as it
+    has room for."""
     every, size = exchange.slices(sizes_E), room(len(x_MD), most)
-
-    def some(first):
-        part = exchange.window(every, first, size)
-        y = f(exchange.to_owners(x_MD, part, size), exchange.own(part))
-        return exchange.to_sources(y, part, len(x_MD))
-
-    y_MD = some(0)
+    some = functools.partial(_round, cfg=cfg, size=size)
+    y_MD = some(kernels, x_MD, every, 0)
     if size == most:
         return y_MD
     # All devices go through as many rounds, as those of one collective must.
     highest = jax.lax.pmax(every.size.sum((0, 2)).max(), AXES)
+    return y_MD + _more(some, kernels, x_MD, every, -(-highest // size))
 
-    def another(y_MD, first):
-        # Its intermediate results are made again for the gradient: kept, those of all rounds would take the room of most.
-        more = lambda y_MD: y_MD + jax.checkpoint(some)(first)
-        return jax.lax.cond(first < highest, more, lambda y_MD: y_MD, y_MD), None
 
-    rest = lambda y_MD: jax.lax.scan(another, y_MD, jnp.arange(size, most, size))[0]
-    return jax.lax.cond(highest > size, rest, lambda y_MD: y_MD, y_MD)
+def _round(kernels, x_MD, every, number, *, cfg, size):
+    """[M, D]: of the rows that this round is for; 0 of the others."""
+    part = exchange.window(every, number * size, size)
+    product = functools.partial(ragged_dot, sizes=exchange.own(part))
+    return exchange.to_sources(_experts(kernels, exchange.to_owners(x_MD, part, size), product, cfg), part, len(x_MD))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _more(some, kernels, x_MD, every, rounds):
+    """Rounds 1 to ``rounds``, added up: how many there are is known as late as they run. For the gradient each is run again, as
+    what all would keep takes the room of the most that could come."""
+    add = lambda number, y_MD: y_MD + some(kernels, x_MD, every, number)
+    return jax.lax.fori_loop(1, rounds, add, jnp.zeros_like(x_MD))
+
+
+def _more_forward(some, *given):
+    return _more(some, *given), given
+
+
+def _more_backward(some, given, g_MD):
+    kernels, x_MD, every, rounds = given
+
+    def add(number, total):
+        back = jax.vjp(lambda *given: some(*given, every, number), kernels, x_MD)[1]
+        return jax.tree.map(jnp.add, total, back(g_MD))
+
+    return *jax.lax.fori_loop(1, rounds, add, jax.tree.map(jnp.zeros_like, (kernels, x_MD))), None, None
+
+
+_more.defvjp(_more_forward, _more_backward)
 
 
 def room(rows: int, most: int) -> int:
