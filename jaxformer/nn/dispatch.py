@@ -4,10 +4,11 @@ On a mesh (``jax.set_mesh``) each device sorts its own tokens, [T, D] here, and 
 along the axis ``expert``. Rows (M: pairs of a token and an expert of its) go there and back by an all-to-all. Kernels are
 brought together over ``fsdp`` alone; F stays spread over ``tensor``, whose partial results are summed.
 
-Dropless is exact for any load. Shapes are fixed, so a device has room for two even shares of the rows; where one has more,
-all go through another round, and as many as it takes. In the first round, all rows but those are through. Accelerators send the
-rows that there are, and the Pallas kernel multiplies those alone: the step waits for the device with the highest load.
-Capacity sends and multiplies the same for any load, and leaves out what has no room.
+Dropless is exact for any load. Shapes are fixed, and the most that could come to one device is all that its experts could be
+chosen for, owners · T · min(J, E / owners) rows. It has room for two even shares, 2 · T · J, and where
+more come to any device, all go through another round, as often as it takes. Accelerators send the rows that there are, and the
+Pallas kernel multiplies those alone: the step waits for the device with the highest load. Capacity sends and multiplies the
+same for any load, and leaves out what has no room.
 """
 
 import functools
@@ -61,7 +62,7 @@ def apply(
 
     # The devices of tensor have a part of F each. Their parts are added up outside, where the sum's gradient is a plain copy.
     parts = PartitionSpec(placed["gate"][2], *TOKENS)
-    # check_vma knows neither the Pallas kernel nor ragged_all_to_all.
+    # check_vma: the Pallas kernel does not say what its result varies over.
     spread = jax.shard_map(
         on_device, in_specs=(placed, TOKENS, TOKENS, TOKENS, TOKENS), out_specs=(parts, TOKENS), check_vma=False
     )
