@@ -88,7 +88,7 @@ class Experts(Strict):
     dispatch: Literal["dropless", "capacity"] = "dropless"
     """dropless: every token reaches its experts; capacity: in training, an expert takes no more than fits into its room."""
     capacity: float = 1.25
-    """Room of an expert, in even shares of the tokens (dispatch='capacity'); what does not fit passes by."""
+    """Room of an expert, in even shares of a device's tokens (dispatch='capacity'); what does not fit passes by."""
     balance_loss: float = 0.0
     """Weight of the load-balancing loss, E·Σ f·P by layer, averaged over layers (Fedus et al. 2021, eq. 4)."""
     z_loss: float = 0.0

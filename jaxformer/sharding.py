@@ -115,11 +115,26 @@ def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) ->
 
 
 def current() -> AbstractMesh | None:
-    """The mesh that is set (``jax.set_mesh``), if it is one of ours and XLA spreads what is computed over it."""
+    """The mesh that is set, if it is one of ours and XLA spreads the program over it: not inside ``shard_map``."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(mesh.axis_names) != set(AXES) or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return None
-    return mesh
+    ours = not mesh.empty and set(mesh.axis_names) == set(AXES) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if ours else None
+
+
+def platform() -> str:
+    """What the program that is being traced is for, as far as is known: the devices of the mesh that is set, which need not be
+    of this process (a topology to compile for); without one, JAX's default. "cpu", "gpu" or "tpu"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    found = jax.default_backend() if device is None else device.platform
+    return "gpu" if found in ("cuda", "rocm") else found
+
+
+def partitioned() -> bool:
+    """Whether XLA may spread the program that is being traced over several devices: not where each device runs its own, as
+    inside ``shard_map`` and ``pmap``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() > 1 if mesh.empty else mesh.size > 1 and not mesh.are_all_axes_manual
 
 
 def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, str]]:

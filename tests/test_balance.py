@@ -25,9 +25,9 @@ def did(*layers, experts=BASE, counted=None):
     sums = []
     for logits in layers:
         logits = jnp.asarray(logits, jnp.float32)
-        routing = moe.route({"router": jnp.eye(experts.number)}, logits, experts)
+        routing = moe.route({"router": jnp.eye(experts.number)}, logits[None], experts)
         counts = jnp.ones(len(logits), bool) if counted is None else jnp.asarray(counted)
-        sums.append(moe.sums(routing, jnp.ones(routing.expert.shape, bool), counts, experts))
+        sums.append(moe.sums(routing, jnp.ones(routing.expert.shape, bool), counts[None], experts))
     return {name: jnp.stack([one[name] for one in sums]) for name in sums[0]}
 
 

@@ -19,7 +19,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 LAYERS = [
     ["component"],
-    ["record", "target"],
+    ["record"],
     ["parts"],
     ["config"],
     ["spec"],

@@ -55,6 +55,9 @@ def test_meshes_and_batches_that_do_not_fit():
         check_batch({"tokens": np.zeros((6, 8))}, mesh)
     with pytest.raises(ValueError, match="length=7 does not divide by 2 devices .context.; the nearest is 8"):
         check_batch({"tokens": np.zeros((8, 7))}, mesh)
+    check_batch({"tokens": np.zeros((8, 8))}, mesh, 2)
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 4 devices .*; the nearest is 16"):
+        check_batch({"tokens": np.zeros((12, 8))}, mesh, 2)
 
 
 def test_the_table_names_what_is_replicated():

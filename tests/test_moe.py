@@ -250,6 +250,15 @@ def test_layers_with_and_without_scanned_and_unrolled():
     close(jax.jit(run, static_argnums=0)(cfg, jf.model.unstack(params, cfg)), plain)
 
 
+def test_rooms_of_layers_are_for_training_alone():
+    cfg = model(dataclasses.replace(BASE, dispatch="capacity", capacity=0.3))
+    params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
+    trained, read = Routed(training=True), Routed()
+    for routed in (trained, read):
+        jf.hidden(params, tokens, cfg, routed=routed)
+    assert [bool(layer["dropped"] > 0) for layer in (*trained.layers, *read.layers)] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
+from jaxformer.nn import rope
 from jaxformer.record import from_dict, to_json
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -258,3 +259,21 @@ def test_dynamic_needs_more_than_one_pair():
     """Its exponent is H / (H − 2)."""
     with pytest.raises(ValueError, match="head_dim=2"):
         dataclasses.replace(CONFIGS["dynamic"], head_dim=2)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_form_for_tpus_is_the_plain_one(layout, dtype, monkeypatch):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 3, 5, 16)), dtype)
+    angle = jnp.asarray(rng.uniform(0, 100, (5, 8)), jnp.float32)
+    rotated, back = {}, {}
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(rope, "platform", lambda platform=platform: platform)
+        rotated[platform], pull = jax.vjp(lambda x: rope.rotate(x, angle, layout, 1.5), x)
+        (back[platform],) = pull(jnp.cos(rotated["cpu"].astype(jnp.float32)).astype(dtype))
+    assert float(jnp.abs(rotated["cpu"].astype(jnp.float32) - x.astype(jnp.float32)).max()) > 1
+    for found in (rotated, back):
+        # Products are the same; their sum may be rounded once less, and that of bfloat16 then fall to the other side.
+        bound = {"float32": 4e-7, "bfloat16": 2**-8}[dtype] * float(jnp.abs(found["cpu"]).max())
+        np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in found.values()), atol=bound, rtol=0)

@@ -102,7 +102,7 @@ def grouped_apply(
         dropout=key is not None and cfg.attention_dropout > 0,
         observe=observe,
     )
-    mixed_BKGTH = named(mixed_BKGTH, "mixed", "BKGTH", cfg)
+    mixed_BKGTH = named(mixed_BKGTH, "mixed", "BKGTH", cfg, labelled=True)
     return dense("BKGTH,KGHD->BTD", mixed_BKGTH, params["out"], params.get("out_bias"))
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxformer import target
 from jaxformer.nn.mask import Places, visible
+from jaxformer.sharding import platform
 
 
 def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Any, scale: float) -> jax.Array:
@@ -32,7 +32,7 @@ def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Any
         scale=scale,
         is_causal=site.causal,
         local_window_size=None if site.window is None else (site.window - 1, 0),
-        implementation="cudnn" if target.platform() == "gpu" else "xla",
+        implementation="cudnn" if platform() == "gpu" else "xla",
     )
     out = jnp.moveaxis(mixed, 2, 1).reshape(*q_BKGTH.shape[:-1], v_BKSH.shape[-1])
     return out if blind_BT is None else jnp.where(blind_BT[:, None, None, :, None], 0, out)

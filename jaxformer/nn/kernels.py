@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer import target
 from jaxformer.config import ModelConfig
 from jaxformer.nn import cudnn, splash
 from jaxformer.nn.attend import attend
 from jaxformer.nn.mask import Places, visible
-from jaxformer.nn.named import listening
+from jaxformer.nn.named import label, listening
+from jaxformer.sharding import current, partitioned, platform
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Site:
     """Whether queries and keys stand in the order of their indices, as all do but those of a cache."""
     shards: int = 1
     """Devices that the queries are spread over."""
+    unplaced: bool = False
+    """Whether there are several devices, and no mesh that says which part is whose."""
 
 
 def _splash(site: Site) -> str | None:
@@ -54,6 +57,8 @@ def _splash(site: Site) -> str | None:
     if site.queries % (splash.LANES * site.shards) or site.keys % splash.LANES:
         each = f" on each of {site.shards} devices" if site.shards > 1 else ""
         return f"needs lengths that divide by {splash.LANES}{each}, not {site.queries} queries and {site.keys} keys"
+    if site.unplaced:
+        return "needs a mesh (jax.set_mesh) where there are several devices"
     if site.dtype not in ("bfloat16", "float32"):
         return f"computes in bfloat16 and float32, not {site.dtype}"
     return _window(site)
@@ -134,7 +139,7 @@ def choose(cfg: ModelConfig, site: Site) -> str:
         if why := LIMITS[named](site):
             raise ValueError(f"attention_kernel={named!r} {why}; 'auto' computes this with plain XLA")
         return named
-    own = OF_PLATFORM.get(target.platform(), "xla")
+    own = OF_PLATFORM.get(platform(), "xla")
     # Whoever listens may want the weights, which only plain XLA makes.
     return "xla" if listening() or LIMITS[own](site) else own
 
@@ -153,7 +158,8 @@ def mix(
     dropout: bool = False,
     observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
 ) -> jax.Array:
-    """``attend`` for queries and keys at their places, by the kernel that ``choose`` gives: [B, K, G, T, H].
+    """``attend`` for queries and keys at their places, by the kernel that ``choose`` gives: [B, K, G, T, H], which
+    rematerialisation knows as "mixed".
 
     crossing: all keys are visible, but padding. dropout: whether ``observe``, which sees the weights, is to drop some.
     """
@@ -174,11 +180,15 @@ def mix(
         segments=places.segment is not None and key_places.segment is not None,
         ordered=places.ordered and key_places.ordered,
         shards=splash.shards(q_BKGTH),
+        unplaced=platform() == "tpu" and current() is None and partitioned(),
     )
     kernel = choose(cfg, site)
     if kernel == "xla":
         mask_BTS = visible(places, key_places, causal=causal, window=window)
         softcap = cfg.attention_softcap
-        return attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
-    by_kernel = splash.apply if kernel == "splash" else cudnn.apply
-    return by_kernel(q_BKGTH, k_BKSH, v_BKSH, places, key_places, site, q_BKGTH.shape[-1] ** -0.5 if scale is None else scale)
+        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
+        return checkpoint_name(mixed, label("mixed"))
+    scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "cudnn":
+        return checkpoint_name(cudnn.apply(q_BKGTH, k_BKSH, v_BKSH, places, key_places, site, scale), label("mixed"))
+    return splash.apply(q_BKGTH, k_BKSH, v_BKSH, places, key_places, site, scale)  # which labels what it keeps itself

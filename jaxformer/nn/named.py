@@ -41,12 +41,15 @@ _labels: ContextVar[set[str] | None] = ContextVar("labels", default=None)
 _scope: ContextVar[tuple[str, ...]] = ContextVar("scope", default=())
 
 
-def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig) -> jax.Array:
-    """``x``, known as ``name`` and with a letter an axis. Raises ValueError where letters and shape do not agree."""
+def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig, *, labelled: bool = False) -> jax.Array:
+    """``x``, known as ``name`` and with a letter an axis. Raises ValueError where letters and shape do not agree.
+
+    labelled: x has its ``label`` already, which would otherwise be given; twice, it would be kept twice."""
     if len(dims) != x.ndim or any(cfg.sizes.get(letter, n) != n for letter, n in zip(dims, x.shape, strict=True)):
         expected = ", ".join(f"{letter}={cfg.sizes.get(letter, 'any')}" for letter in dims)
         raise ValueError(f"activation {name!r} has shape {x.shape}, not [{expected}]")
-    x = checkpoint_name(constrain(x, dims), label(name))
+    x = constrain(x, dims)
+    x = x if labelled else checkpoint_name(x, label(name))
     listener, watcher = _listener.get(), _watcher.get()
     if watcher is not None:
         watcher.activation(_full(name), dims, x)

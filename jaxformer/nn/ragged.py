@@ -4,25 +4,29 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.named import multiply
+from jaxformer.sharding import partitioned, platform
 
 
-def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.Array:
-    """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
+def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array, name: str = "") -> jax.Array:
+    """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on. Rows after those
+    may hold anything, in the result and in the gradient of x.
 
-    ``jax.lax.ragged_dot`` multiplies every row with every kernel on CPUs and (JAX 0.10) on TPUs. A single TPU takes JAX's own
-    Pallas kernel, in bfloat16; XLA cannot spread that over several. CPUs lay the rows out in blocks of one group each, and
-    multiply blocks with copies of their kernels, which are some 17 for each: too many for the memory of accelerators.
+    ``jax.lax.ragged_dot`` multiplies every row with every kernel on CPUs and (JAX 0.10) on TPUs. A TPU takes JAX's own Pallas
+    kernel, in bfloat16, where it runs a program of its own (``sharding.partitioned``): XLA cannot spread that over several.
+    CPUs lay the rows out in blocks of one group each, and multiply blocks with copies of their kernels, which are some 17 for
+    each: too many for the memory of accelerators.
     """
     # A row has one of the E kernels for its own: as an equation, a kernel a row.
-    return multiply("MD,MDF->MF", x_MD, kernel_EDF, by=lambda x_MD, kernel_EDF: _ragged_dot(x_MD, kernel_EDF, sizes))
+    return multiply("MD,MDF->MF", x_MD, kernel_EDF, name=name, by=lambda x_MD, kernel_EDF: _ragged_dot(x_MD, kernel_EDF, sizes))
 
 
 def _ragged_dot(x_MD, kernel_EDF, sizes):
     kernel_EDF = kernel_EDF.astype(x_MD.dtype)
     sizes = sizes.astype(jnp.int32)
-    # Every branch is traced, and ragged_dot knows no vmap: it stays out of programs that are made where there are CPUs alone.
-    other = _by_blocks if jax.default_backend() == "cpu" else jax.lax.ragged_dot
-    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) and jax.device_count() == 1 else other
+    # What the program is lowered for decides. Every branch is traced, and ragged_dot knows no vmap: it stays out of programs
+    # that are for CPUs as far as is known.
+    other = _by_blocks if platform() == "cpu" else jax.lax.ragged_dot
+    tpu = _by_kernel if _fits_kernel(x_MD, kernel_EDF) and not partitioned() else other
     return jax.lax.platform_dependent(x_MD, kernel_EDF, sizes, cpu=_by_blocks, tpu=tpu, default=other)
 
 
@@ -58,6 +62,8 @@ def _by_blocks(x_MD, kernel_EDF, sizes_E):
     group_M = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(rows), side="right", method="compare_all")
     first_E = jnp.cumsum(sizes_E) - sizes_E
     at_M = (last_E - count_E)[group_M] * size + jnp.arange(rows) - first_E[group_M]
-    spread = jnp.zeros((blocks * size, x_MD.shape[1]), x_MD.dtype).at[at_M].set(x_MD, unique_indices=True)
+    at_M = jnp.where(group_M < groups, at_M, blocks * size + jnp.arange(rows))  # outside: rows of no group
+    spread = jnp.zeros((blocks * size, x_MD.shape[1]), x_MD.dtype).at[at_M].set(x_MD, unique_indices=True, mode="drop")
     blocked = spread.reshape(blocks, size, -1)
-    return jnp.einsum("BTD,BDF->BTF", blocked, kernel_EDF[group_B]).reshape(blocks * size, -1)[at_M]
+    y = jnp.einsum("BTD,BDF->BTF", blocked, kernel_EDF[group_B]).reshape(blocks * size, -1)
+    return y.at[at_M].get(mode="fill", fill_value=0)

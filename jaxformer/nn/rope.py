@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig, RopeScaling
+from jaxformer.sharding import platform
 
 
 def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -44,16 +45,30 @@ def rotate(x: jax.Array, angle: jax.Array, layout: str, factor: float = 1.0) -> 
         raise ValueError(f"layout={layout!r} must be 'interleaved' or 'half'")
     cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
     x32 = x.astype(jnp.float32)
-    # Each number times cos, plus the other one of its pair times ± sin. To take the pairs apart instead would leave half of a
-    # TPU's lanes empty, and make it move every head.
+    if platform() == "tpu":
+        return (x32 * _of_both(cos, layout) + _others(x, layout) * _of_both(sin, layout)).astype(x.dtype)
+    a, b = jnp.split(x32, 2, axis=-1) if layout == "half" else (x32[..., 0::2], x32[..., 1::2])
+    a, b = a * cos - b * sin, a * sin + b * cos
     if layout == "half":
-        other = jnp.roll(x32, x.shape[-1] // 2, axis=-1)
-        cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    else:
-        is_first = jnp.arange(x.shape[-1]) % 2 == 0
-        other = jnp.where(is_first, jnp.roll(x32, -1, axis=-1), jnp.roll(x32, 1, axis=-1))
-        cos, sin = jnp.repeat(cos, 2, axis=-1), jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], x.shape[-1])
-    return (x32 * cos + other * sin).astype(x.dtype)
+        return jnp.concatenate([a, b], axis=-1).astype(x.dtype)
+    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], x.shape[-1]).astype(x.dtype)
+
+
+def _of_both(x: jax.Array, layout: str) -> jax.Array:
+    """A number for each pair [..., H/2] as one for each of its two [..., H]."""
+    return jnp.concatenate([x, x], axis=-1) if layout == "half" else jnp.repeat(x, 2, axis=-1)
+
+
+def _others(x: jax.Array, layout: str) -> jax.Array:
+    """Of each pair (a, b), (−b, a), float32. By a product with a matrix of 0 and ±1, which is exact: to take pairs apart would
+    leave half of a TPU's lanes empty, and have it lay out every head anew."""
+    width = x.shape[-1]
+    pairs = np.arange(width).reshape(2, -1).T if layout == "half" else np.arange(width).reshape(-1, 2)
+    swap = np.zeros((width, width), np.float32)
+    swap[pairs[:, 1], pairs[:, 0]], swap[pairs[:, 0], pairs[:, 1]] = -1, 1
+    # All three bfloat16 parts of a float32 have to come through; a bfloat16 is one.
+    precision = None if x.dtype == jnp.bfloat16 else "highest"
+    return jnp.matmul(x, jnp.asarray(swap, x.dtype), precision=precision, preferred_element_type=jnp.float32)
 
 
 def frequencies(cfg: ModelConfig, width: int, length: jax.Array | None = None) -> jax.Array:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import target
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import label
-from jaxformer.sharding import ACTIVATIONS, current, place
+from jaxformer.sharding import ACTIVATIONS, current, place, platform
 
 LANES = 128
 """Lengths are multiples of it."""
@@ -149,5 +148,5 @@ def _kernel(site, heads: int, shards: int, order: Any = None):
         q_seq_shards=shards,
         attn_logits_soft_cap=site.softcap,
         residual_checkpoint_name=label("mixed"),
-        interpret=target.platform() != "tpu",
+        interpret=platform() != "tpu",
     )

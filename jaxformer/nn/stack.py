@@ -69,7 +69,7 @@ def apply(
 
     def run(layer, index, layer_params, x_BTD, writer=None):
         """``layer``: this layer's config; ``index``: its number, which may be traced. Gives x, and what experts did."""
-        own = None if routed is None else Routed(routed.counted)
+        own = None if routed is None else Routed(routed.counted, routed.training)
 
         def source_key_value(cross_params):
             return None if memory is None else attention.source_key_value(cross_params, memory[0], layer, memory[1])

@@ -1,6 +1,7 @@
 """The update on a mesh: state born on its shards, rows and sequences spread, XLA's collectives in between."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,14 +33,16 @@ def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     return dataclasses.replace(state, step=whole, params=params, opt_state=moments, key=whole)
 
 
-def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: ModelConfig, mesh: Mesh) -> Placement:
-    """The placement of states of the shapes ``abstract``, and of batches for them."""
+def on_mesh(
+    make_update: Callable[[str | None], Callable], abstract: Any, cfg: ModelConfig, mesh: Mesh, microbatches: int = 1
+) -> Placement:
+    """The placement of states of the shapes ``abstract``, and of batches for them. microbatches: those of the update."""
     where = state_shardings(abstract, cfg, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(where, whole))
 
-    def put_batch(batch):
-        check_batch(batch, mesh)
+    def put_batch(batch, microbatches=microbatches):
+        check_batch(batch, mesh, microbatches)
         letters = {name: LETTERS.get(name, "BT") for name in batch}
         placed = {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
         return jax.device_put(batch, placed)
@@ -65,17 +68,19 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
         like=like,
         get_state=lambda state: state,
         put_batch=put_batch,
-        put_evaluation=put_batch,
+        put_evaluation=functools.partial(put_batch, microbatches=1),
         get_metrics=lambda metrics: {name: float(value) for name, value in metrics.items()},
         within=lambda: jax.set_mesh(mesh),
     )
 
 
-def check_batch(batch: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError where rows or positions cannot be shared out evenly."""
+def check_batch(batch: Any, mesh: Mesh | AbstractMesh, microbatches: int = 1) -> None:
+    """Raises ValueError where rows, of each microbatch too, or positions cannot be shared out evenly."""
     rows, length = batch["tokens"].shape
-    for name, size, axes in (("batch_size", rows, ROWS), ("length", length, ("context",))):
+    parts = f" in {microbatches} microbatches" if microbatches > 1 else ""
+    for name, size, axes, each in (("batch_size", rows, ROWS, microbatches), ("length", length, ("context",), 1)):
         count = math.prod(mesh.shape[axis] for axis in axes)
-        if size % count:
-            near = -(-size // count) * count
-            raise ValueError(f"{name}={size} does not divide by {count} devices ({', '.join(axes)}); the nearest is {near}")
+        if size % (count * each):
+            near = -(-size // (count * each)) * count * each
+            what = f"{name}={size}{parts if each > 1 else ''}"
+            raise ValueError(f"{what} does not divide by {count} devices ({', '.join(axes)}); the nearest is {near}")
