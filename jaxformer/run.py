@@ -17,6 +17,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
 from jaxformer.parts import BALANCING
+from jaxformer.processes import DistributedConfig
 from jaxformer.record import Strict, from_dict, to_json, within
 from jaxformer.sharding import MeshConfig
 from jaxformer.training.checkpoint import Checkpoints
@@ -95,6 +96,8 @@ class Config(Strict):
     """What to begin from."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """How it is spread over devices."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How this process finds the others, where there are several."""
     run_dir: str = ""
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
 
@@ -102,6 +105,10 @@ class Config(Strict):
         super().__post_init__()
         if self.train.parallel == "pmap" and self.mesh != MeshConfig():
             raise ValueError("train.parallel='pmap' gives every device a copy of the state: it goes with no axis of mesh")
+        if self.train.parallel == "pmap" and self.distributed.on:
+            raise ValueError(
+                "train.parallel='pmap' is for one process: it does not go with distributed; jit, the default, does"
+            )
 
 
 FITTED = ("model.vocab_size", "model.start_token")

@@ -55,7 +55,7 @@ class MeshConfig(Strict):
     tensor: int = 1
     """Devices that heads, feed-forward width and vocabulary are spread over."""
     slices: int = 1
-    """Groups of devices that only a slow network joins (slices of TPUs; on CPUs and GPUs, machines): data alone goes over it."""
+    """Groups of devices that only a slow network joins (of TPUs, slices; else machines): data alone goes over it."""
 
     def __post_init__(self):
         super().__post_init__()

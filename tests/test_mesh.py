@@ -52,9 +52,9 @@ def test_meshes_and_batches_that_do_not_fit():
         MeshConfig(tensor=0)
     mesh = MeshConfig(fsdp=4, context=2).make()
     with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices .*; the nearest is 8"):
-        check_batch({"tokens": np.zeros((6, 8))}, mesh)
+        check_batch(6, 8, mesh)
     with pytest.raises(ValueError, match="length=7 does not divide by 2 devices .context.; the nearest is 8"):
-        check_batch({"tokens": np.zeros((8, 7))}, mesh)
+        check_batch(8, 7, mesh)
 
 
 def test_the_table_names_what_is_replicated():

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxformer import processes
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
-from jaxformer.parallel.data import Placement
+from jaxformer.parallel.data import Placement, put_rows, row_blocks
 from jaxformer.sharding import ACTIVATIONS, ROWS, place, shardings
 
 LETTERS = {"source": "BS", "source_valid": "BS"}
@@ -39,10 +40,12 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
     step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(where, whole))
 
     def put_batch(batch):
-        check_batch(batch, mesh)
-        letters = {name: LETTERS.get(name, "BT") for name in batch}
-        placed = {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
-        return jax.device_put(batch, placed)
+        own, count = row_blocks(mesh)
+        rows, length = batch["tokens"].shape
+        rows = rows * count // len(own)
+        check_batch(rows, length, mesh)
+        placed = {name: place(LETTERS.get(name, "BT"), (rows, *x.shape[1:]), ACTIVATIONS, mesh) for name, x in batch.items()}
+        return put_rows(batch, {name: NamedSharding(mesh, spec) for name, spec in placed.items()}, own, count)
 
     def begin(fresh, params=None):
         """Each tensor is made on its shards: no device ever holds the whole."""
@@ -60,20 +63,20 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
 
     return Placement(
         step=run,
-        put_state=lambda state: jax.device_put(state, where),
+        put_state=lambda state: processes.put(state, where),
         begin=begin,
         like=like,
         get_state=lambda state: state,
         put_batch=put_batch,
         put_evaluation=put_batch,
         get_metrics=lambda metrics: {name: float(value) for name, value in metrics.items()},
+        compile=lambda function: jax.jit(function, out_shardings=whole),
         within=lambda: jax.set_mesh(mesh),
     )
 
 
-def check_batch(batch: Any, mesh: Mesh) -> None:
+def check_batch(rows: int, length: int, mesh: Mesh) -> None:
     """Raises ValueError where rows or positions cannot be shared out evenly."""
-    rows, length = batch["tokens"].shape
     for name, size, axes in (("batch_size", rows, ROWS), ("length", length, ("context",))):
         count = math.prod(mesh.shape[axis] for axis in axes)
         if size % count:
