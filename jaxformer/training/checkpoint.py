@@ -115,7 +115,7 @@ class Checkpoints:
             try:
                 json.loads(metrics.read_text() if metrics.exists() else "{}")
             except ValueError as error:
-                self._set_aside(step, error)
+                self._set_aside(step, str(error))
 
     def _newest(self, like: dict[str, Any], set_aside: bool = False) -> dict[str, Any] | None:
         import orbax.checkpoint as ocp
@@ -123,8 +123,7 @@ class Checkpoints:
         own = jax.process_index()  # each process reads its own part, and waits for no other that may fail
         alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}")
         for step in reversed(self.steps()):
-            path, items = self.directory / str(step), None
-            reason: Exception = OSError("another process cannot read it")
+            path, items, reason = self.directory / str(step), None, "another process cannot read it"
             with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
                 try:
                     if absent := [name for name in like if not (path / name / "_METADATA").exists()]:
@@ -137,7 +136,7 @@ class Checkpoints:
                 except (AnotherTree, MemoryError, PermissionError):
                     raise  # the files may be whole
                 except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
-                    reason = error
+                    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if processes.everywhere(items is not None):
                 return items
             if set_aside:
@@ -146,12 +145,11 @@ class Checkpoints:
                 self._skip(step, reason)
         return None
 
-    def _skip(self, step: int, error: Exception) -> None:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    def _skip(self, step: int, reason: str) -> None:
         log.warning("skipping the incomplete checkpoint %s: %s", self.directory / str(step), reason)
 
-    def _set_aside(self, step: int, error: Exception) -> None:
-        self._skip(step, error)
+    def _set_aside(self, step: int, reason: str) -> None:
+        self._skip(step, reason)
         if not processes.first():
             return
         path = self.directory / str(step)
