@@ -125,10 +125,15 @@ def announce(console, config: run.Config, corpus: dict[str, int], changes: list[
         console.print(f"[yellow]differs from how the run began[/]: {change}")
 
 
-if __name__ == "__main__":
+def launch(arguments: list[str]) -> None:
+    """The program: as what ``arguments`` say, with the other processes if there are any."""
     try:
-        config = run.parse(sys.argv[1:], DEFAULT)
+        config = run.parse(arguments, DEFAULT)
         with processes.joined(config.distributed):
             main(dataclasses.replace(config, distributed=processes.DistributedConfig()))  # the run is the same on any number
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])
