@@ -87,9 +87,7 @@ def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
         raise FileNotFoundError(f"{where} has no checkpoint")
 
     def read(like: Any = None) -> dict:
-        params = run.load(where)[1]
-        if (places := _shardings(like)) is not None:
-            params = jax.device_put(params, places)
+        params = run.load(where, _shardings(like))[1]
         return jax.tree.map(lambda array, param: array.astype(param.dtype or dtype), params, model.spec(cfg))
 
     return cfg, read

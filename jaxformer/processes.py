@@ -27,7 +27,7 @@ from jaxformer.record import Strict, to_json, within
 
 LOST = "error: another process was lost ({}). The same command goes on from the last checkpoint, on any number of processes."
 _SIGNS = re.compile(
-    r"\bGloo\b|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b|coordination service|Connection (closed|reset|refused)"
+    r"\bGloo\b|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b|coordination service|barrier|Connection (closed|reset|refused)"
 )
 """What errors of a collective or of JAX's coordination service say where the other side is gone."""
 

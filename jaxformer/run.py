@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
 from jaxformer import spec as specs
@@ -196,14 +197,16 @@ def read_run(directory: Path) -> Config:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def load(run_directory: str | Path) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint.
+def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint. shardings: where each parameter is to lie.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
     """
     directory = Path(run_directory)
     cfg = read_run(directory).model
     like = specs.abstract(model.spec(cfg), cfg)
+    if shardings is not None:
+        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
         params = checkpoints.restore_params(like)

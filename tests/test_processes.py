@@ -128,7 +128,13 @@ class Runs:
             return Ended(process.returncode, out, errors, time.monotonic())
 
         with ThreadPoolExecutor(processes) as pool:
-            return list(pool.map(wait, started))
+            frozen = [process for number, process in enumerate(started) if (does or {}).get(number, (0, ""))[1] == "SIGSTOP"]
+            ended = [pool.submit(wait, process) for process in started]
+            for result in [e for e, process in zip(ended, started, strict=True) if process not in frozen]:
+                result.result()
+            for process in frozen:
+                process.kill()
+            return [result.result() for result in ended]
 
     def records(self, name: str) -> list[dict]:
         lines = map(json.loads, (self.folder / name / "metrics.jsonl").read_text().splitlines())
