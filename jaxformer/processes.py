@@ -99,7 +99,9 @@ def joined(config: DistributedConfig) -> Iterator[None]:
 def _start(config: DistributedConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which ``stopping`` is for
-    _speak_when_aborted()
+    where = "no cluster that JAX knows" if config.auto else f"of {config.num_processes}, process 0 at {config.coordinator}"
+    alone = f"error: the processes did not find each other within {config.start_timeout} s ({where})"
+    _speak_when_aborted(alone)
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -109,9 +111,8 @@ def _start(config: DistributedConfig) -> None:
             heartbeat_timeout_seconds=config.heartbeat_timeout,
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        how = "no cluster that JAX knows" if config.auto else f"process 0 at {config.coordinator}, or one of the others"
-        raise SystemExit(f"error: the processes did not find each other: {how} ({reason})") from error
+        raise SystemExit(f"{alone}: {str(error).splitlines()[0]}") from error
+    _speak_when_aborted(LOST.format("or so it seems: this one was aborted for the reason above"))
 
 
 def _refuse_strangers() -> None:
@@ -144,19 +145,21 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-
-
-@_HANDLER
-def _aborted(number: int) -> None:
-    os.write(2, (LOST.format("or so it seems: this one was aborted for the reason above") + "\n").encode())
-    os._exit(1)
-
-
-def _speak_when_aborted() -> None:
+def _speak_when_aborted(words: str) -> None:
     """JAX's coordination service aborts the process where another is lost, from a thread of its own and with no way for Python
     to hear of it but the signal, whose Python handlers only the main thread would run, which waits for the lost one."""
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), _aborted)
+
+    def speak(number: int) -> None:
+        os.write(2, (words + "\n").encode())
+        os._exit(1)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(speak)
+    _HANDLERS.append(handler)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
+
+
+_HANDLERS: list[Any] = []
+"""What C still knows by address must not be collected."""
 
 
 # What they agree on
