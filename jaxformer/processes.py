@@ -127,8 +127,8 @@ def _end(error: BaseException) -> None:
     """Ends this process at once. To wait for the others, as Python's own exit does, would be to wait for those that hang."""
     code = 1
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        _say("" if isinstance(error.code, int | None) else f"{error.code}\n")
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        _say(f"{error.code}\n" if isinstance(error.code, str) else "")
     elif _SIGNS.search(str(error)):
         _say(LOST.format(f"{str(error).splitlines()[0]:.200}") + "\n")
     elif isinstance(error, ValueError | FileNotFoundError | FloatingPointError):

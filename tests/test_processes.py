@@ -126,7 +126,11 @@ class Runs:
             started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
 
         def wait(process):
-            out, errors = process.communicate(timeout=200)
+            try:
+                out, errors = process.communicate(timeout=200)
+            except subprocess.TimeoutExpired:  # what hangs fails its test, and is not left behind
+                process.kill()
+                out, errors = process.communicate()
             return Ended(process.returncode, out, errors, time.monotonic())
 
         with ThreadPoolExecutor(processes) as pool:
