@@ -22,6 +22,7 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
+from jaxformer.explain import Explanation, explain
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.moe import Routed
@@ -39,6 +40,7 @@ __all__ = [
     "DataConfig",
     "DraftModel",
     "Experts",
+    "Explanation",
     "Generated",
     "Latent",
     "ModelConfig",
@@ -57,6 +59,7 @@ __all__ = [
     "block",
     "capture",
     "compilations",
+    "explain",
     "flax",
     "forward",
     "gain",

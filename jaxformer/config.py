@@ -9,13 +9,9 @@ from typing import Literal
 
 from jaxformer.component import name_of, resolve
 from jaxformer.parts import Experts, Latent, RopeScaling
-from jaxformer.record import Strict, dtype_name, within
+from jaxformer.record import Derived, Strict, dtype_name, within
 
 COMPONENTS = ("attention", "mlp", "norm", "position")
-
-
-class Derived(int):
-    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +145,12 @@ class ModelConfig(Strict):
     scan: bool = False
     """Run the layers as one lax.scan (compiles once for all layers: right for deep models on accelerators) or unrolled
     (faster on CPU). The parameters are the same."""
+    attention_kernel: Literal["auto", "xla", "splash", "cudnn"] = "auto"
+    """What computes attention: plain XLA; splash, a TPU's kernel; cudnn, on GPUs; auto, the device's own where it can."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What the backward pass recomputes: none; dots, all but matrix products; full, everything inside a block."""
+    """What the backward pass recomputes: none; dots, all but matrix products and what attention gives; full, all in a block."""
+    save: tuple[str, ...] = ()
+    """Named activations that it does not recompute though remat says so: attention.query, mlp.up, block.out and their like."""
 
     def __post_init__(self):
         set_ = functools.partial(object.__setattr__, self)
@@ -165,8 +165,9 @@ class ModelConfig(Strict):
             set_("qk_norm", "head" if self.qk_norm else "none")
         if self.rope_scaling is None:
             set_("rope_scaling", RopeScaling())
-        if isinstance(self.window, list):
-            set_("window", tuple(self.window))
+        for name in ("window", "save"):
+            if isinstance(getattr(self, name), list):
+                set_(name, tuple(getattr(self, name)))
         super().__post_init__()
         within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
         self._derive(set_)
@@ -177,9 +178,8 @@ class ModelConfig(Strict):
             set_("n_kv_heads", Derived(self.n_heads))
         if isinstance(self.head_dim, Derived):
             if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; give head_dim or change one"
-                )
+                why = "give head_dim or change one"
+                raise ValueError(f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; {why}")
             set_("head_dim", Derived(self.d_model // self.n_heads))
         if isinstance(self.d_ff, Derived):
             set_("d_ff", Derived(4 * self.d_model))
@@ -215,6 +215,8 @@ class ModelConfig(Strict):
             raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
         if self.position == "relative":
             self._check_relative()
+        if self.save and self.remat == "none":
+            raise ValueError(f"save={self.save} has no effect with remat='none', which recomputes nothing")
         self.experts.check(self)
         self.latent.check(self)
         self._check_encoder()
@@ -226,9 +228,7 @@ class ModelConfig(Strict):
             raise ValueError(f"relative_buckets={self.relative_buckets} must be at least {4 if both_ways else 2}")
         if self.relative_distance <= self.relative_buckets // 2:
             half = f"half of relative_buckets={self.relative_buckets}"
-            raise ValueError(
-                f"relative_distance={self.relative_distance} must be above {half}, which stand for one distance each"
-            )
+            raise ValueError(f"relative_distance={self.relative_distance} must be above {half}, one for each distance")
 
     def _check_encoder(self):
         fits = self.causal and self.has_head and not self.token_types and self.position in ("rope", "none")

@@ -13,6 +13,10 @@ import jax.numpy as jnp
 from jaxformer.component import nearest
 
 
+class Derived(int):
+    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
+
+
 class Strict:
     """Base of every config: an unknown field, or a value that is not of its field's type, is a ValueError that names it and
     the nearest right thing. Numbers must be finite. ``UNCHECKED`` names fields of other types than they are annotated with."""

@@ -144,10 +144,16 @@ _IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, ax
 
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
+    mesh = current()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, place(letters, x.shape, rules, mesh))
+
+
+def current() -> AbstractMesh | None:
+    """The mesh that is set (``jax.set_mesh``), if it is one of ours and XLA spreads what is computed over it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.axis_names) != set(AXES) or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        return x
-    return jax.lax.with_sharding_constraint(x, place(letters, x.shape, rules, mesh))
+        return None
+    return mesh
 
 
 def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, str]]:

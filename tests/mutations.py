@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data import packing
-from jaxformer.nn import attention, block, mlp, model, norm, position, rope, stack
+from jaxformer.nn import attention, block, kernels, mlp, model, norm, position, rope, stack
 
-_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, attention.visible, attention.attend
+_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, kernels.visible, kernels.attend
 _norm, _position, _mlp, _block, _stack = (module.apply for module in (norm, position, mlp, block, stack))
 _rope_angles = rope.angles
 _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.angles, packing.next_token
@@ -21,7 +21,7 @@ def attend_with(softmax, dtype=jnp.float32, finish=lambda out, seen: out):
         seen = jnp.ones(scores.shape[-2:], bool) if mask is None else mask[:, None, None]
         return finish(jnp.einsum("BKGTS,BKSH->BKGTH", observe(softmax(scores, seen).astype(v.dtype)), v), seen)
 
-    return [(attention, "attend", attend)]
+    return [(kernels, "attend", attend)]
 
 
 def masked(scores, seen, axis=-1):
@@ -55,7 +55,7 @@ def no_maximum(scores, seen):
 
 
 def scale_by(width):
-    return [(attention, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
+    return [(kernels, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
 
 
 def _interleaved_groups(q, k, v, *rest, **given):
@@ -76,7 +76,7 @@ def _turned_values(params, x, cfg, places):
     return k, _position({}, v, places.position, cfg), places
 
 
-GROUPS = [(attention, "attend", _interleaved_groups)]
+GROUPS = [(kernels, "attend", _interleaved_groups)]
 CONCAT = [(attention, "dense", _concatenated)]
 TURNED_VALUES = [(attention, "key_value", _turned_values)]
 
@@ -92,7 +92,7 @@ def see_with(rule):
         distance = query.order[:, :, None] - key.order[:, None, :]
         return rule(distance) if seen is None else seen & rule(distance)
 
-    return [(attention, "visible", visible)]
+    return [(kernels, "visible", visible)]
 
 
 def _one_length(query, key, **given):
@@ -104,8 +104,8 @@ def _seen_padding(query, key, **given):
     return _visible(query, key.replace(valid=None), **given)
 
 
-ONE_LENGTH = [(attention, "visible", _one_length)]
-SEEN_PADDING = [(attention, "visible", _seen_padding)]
+ONE_LENGTH = [(kernels, "visible", _one_length)]
+SEEN_PADDING = [(kernels, "visible", _seen_padding)]
 
 
 # Residual, layers

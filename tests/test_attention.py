@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
+from jaxformer.nn.attend import attend
 from jaxformer.nn.mask import Places, arange, visible
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,7 +42,7 @@ def test_attend_is_the_formula(softcap, queries, keys):
     q, k, v = draw((2, 2, 3, queries, 8), (2, 2, keys, 8), (2, 2, keys, 8))
     mask = np.random.default_rng(1).random((2, queries, keys)) < 0.5
     mask[0, -1], mask[1, 0] = True, False  # whatever was drawn: a row that sees all and one that sees nothing
-    out = jf.attention.attend(q, k, v, mask, softcap=softcap)
+    out = attend(q, k, v, mask, softcap=softcap)
     for b, kv, g in np.ndindex(2, 2, 3):
         np.testing.assert_allclose(out[b, kv, g], naive(q[b, kv, g], k[b, kv], v[b, kv], mask[b], softcap), **CLOSE)
 
@@ -52,7 +53,7 @@ def test_softcap_bounds_scores_before_the_mask():
     seen = {}
 
     def weights(softcap):
-        jf.attention.attend(100 * q, k, v, mask, softcap=softcap, observe=lambda w: seen.setdefault(softcap, w))
+        attend(100 * q, k, v, mask, softcap=softcap, observe=lambda w: seen.setdefault(softcap, w))
         return seen[softcap][0, 0, 0]
 
     assert np.abs(weights(None) - weights(2.0)).max() > 0.1
@@ -76,7 +77,7 @@ def test_a_bias_may_hide_every_key_too():
     q, k, v = draw((1, 1, 1, 2, 4), (1, 1, 3, 4), (1, 1, 3, 4))
     bias = jnp.array([[-jnp.inf, -jnp.inf, -jnp.inf], [0.0, -jnp.inf, -jnp.inf]])[None, None, None]
     for mask in (np.ones((1, 2, 3), bool), None):
-        out, back = jax.vjp(lambda q, k, v, mask=mask: jf.attention.attend(q, k, v, mask, bias=bias), q, k, v)
+        out, back = jax.vjp(lambda q, k, v, mask=mask: attend(q, k, v, mask, bias=bias), q, k, v)
         np.testing.assert_array_equal(out[0, 0, 0], [np.zeros(4), v[0, 0, 0]])
         assert all(np.isfinite(gradient).all() for gradient in back(jnp.ones_like(out)))
 
@@ -90,7 +91,7 @@ def test_a_row_that_sees_nothing_is_zero_with_finite_gradients(dtype, how):
     q, k, v, bias = draw((1, 1, 1, 3, 4), (1, 1, 3, 4), (1, 1, 3, 4), (1, 1, 1, 3, 3), dtype=dtype)
     q = 200 * q if how == "large" else q
     given = {"softcap": {"softcap": 1.0}, "bias": {"bias": bias}}.get(how, {})
-    out, back = jax.vjp(lambda q, k, v: jf.attention.attend(q, k, v, MASK[None], **given), q, k, v)
+    out, back = jax.vjp(lambda q, k, v: attend(q, k, v, MASK[None], **given), q, k, v)
     dq, dk, dv = (np.asarray(d[0, 0], np.float32) for d in back(jnp.ones_like(out)))
     assert out.dtype == dtype
     assert (out[0, 0, 0, 0] == 0).all()

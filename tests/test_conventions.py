@@ -19,7 +19,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 LAYERS = [
     ["component"],
-    ["record"],
+    ["record", "target"],
     ["processes"],
     ["parts"],
     ["config"],
@@ -33,6 +33,7 @@ LAYERS = [
     ["parallel"],
     ["data"],
     ["evaluate", "run"],
+    ["explain"],
     ["hf"],
     ["pretrained"],
     ["sample"],
@@ -70,6 +71,9 @@ def letters():
 LETTERS = letters()
 
 
+PRODUCTS = ("einsum", "multiply", "dense")
+
+
 def called(call):
     return getattr(call.func, "attr", getattr(call.func, "id", None))
 
@@ -79,14 +83,14 @@ def test_the_key_is_read():
 
 
 def test_einsums_use_the_letters_of_the_key():
-    equations = [(p, c, text_of(c.args[0])) for p, c in nodes(ast.Call, MODULES) if called(c) in ("einsum", "dense") and c.args]
+    equations = [(p, c, text_of(c.args[0])) for p, c in nodes(ast.Call, MODULES) if called(c) in PRODUCTS and c.args]
     equations = [(path, call, equation) for path, call, equation in equations if equation is not None]
     assert len(equations) >= 10
     for path, call, equation in equations:
         assert re.fullmatch(r"[A-Z]+(,[A-Z]+)*->[A-Z]+", equation), f"{where(path, call)}: {equation}"
         assert set(equation) - set(",->") <= LETTERS, f"{where(path, call)}: {equation}"
-    literal = [c for _, c in nodes(ast.Call, MODULES) if called(c) == "einsum" and text_of(c.args[0]) is None]
-    assert len(literal) <= 1, "an einsum whose equation is not written where it stands (nn.dense has the only one)"
+    free = [c for _, c in nodes(ast.Call, MODULES) if called(c) in ("einsum", "multiply") and text_of(c.args[0]) is None]
+    assert len(free) <= 1, "an einsum whose equation is not written where it stands (nn.dense has the only one)"
 
 
 def test_parameters_and_activations_use_the_letters_of_the_key():

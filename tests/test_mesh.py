@@ -52,9 +52,9 @@ def test_meshes_and_batches_that_do_not_fit():
         MeshConfig(tensor=0)
     mesh = MeshConfig(fsdp=4, context=2).make()
     with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices .*; the nearest is 8"):
-        check_batch(6, 8, mesh)
+        check_batch({"tokens": np.zeros((6, 8))}, mesh)
     with pytest.raises(ValueError, match="length=7 does not divide by 2 devices .context.; the nearest is 8"):
-        check_batch(8, 7, mesh)
+        check_batch({"tokens": np.zeros((8, 7))}, mesh)
 
 
 def test_the_table_names_what_is_replicated():
@@ -145,6 +145,32 @@ def test_states_are_born_and_restored_on_their_shards():
     jax.tree.map(np.testing.assert_array_equal, state.params, jax.jit(make)().params)
     like = placement.like(abstract)
     assert like.params["embedding"]["token"].sharding == where.params["embedding"]["token"]
+
+
+# Generating
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_gqa", *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek", "transformer_base", "mixed_windows"))]
+)
+def test_generating_on_a_mesh_gives_what_one_device_gives(name):
+    cfg, mesh = model(name), MeshConfig(data=2, fsdp=2, tensor=2).make()
+    params, prompts, given = tiny.drawn(cfg), tiny.tokens(cfg, 4, 5), tiny.inputs(cfg, 4)
+    sampling = [jf.Sampling(temperature=0.0), jf.Sampling(temperature=1.0, top_k=20)] * 2
+    run = lambda params: jf.generate(params, prompts, cfg, max_new_tokens=8, sampling=sampling, key=jax.random.key(3), **given)
+    alone = run(params)
+    spread = jax.device_put(params, sharding.shardings(jf.model.spec(cfg), cfg, mesh))
+    assert sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(spread)) > 3
+    with jax.set_mesh(mesh):
+        found = run(spread)
+        cache = jax.jit(lambda: jf.init_cache(cfg, 4, 16))()
+    held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(cache.layers)]
+    rows, heads = 4 // 4, max(1, cfg.n_kv_heads // 2)
+    assert all(shape[0] == rows and (len(shape) < 4 or shape[1] == heads) for shape in held), "born in parts"
+    np.testing.assert_array_equal(found.tokens, alone.tokens)
+    assert len({tuple(row) for row in np.asarray(alone.tokens)}) == 4
+    # sums of some hundred terms in another order
+    np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-4)
 
 
 # In a run

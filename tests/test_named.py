@@ -27,7 +27,10 @@ def plain(cfg, **given):
     return jax.jit(lambda params, tokens: jf.forward(params, tokens, cfg, **given))(tiny.drawn(cfg), tiny.tokens(cfg))
 
 
-LAYER = {"attention.weights": (2, 2, 2, 9, 9), "mlp.hidden": (2, 9, 48), "out": (2, 9, 32)}
+LAYER = {"attention.weights": (2, 2, 2, 9, 9), "attention.out": (2, 9, 32), "mlp.out": (2, 9, 32), "out": (2, 9, 32)}
+LAYER |= {f"attention.{name}": (2, 2, 2, 9, 8) for name in ("query", "mixed")}
+LAYER |= {f"attention.{name}": (2, 2, 9, 8) for name in ("key", "value")}
+LAYER |= {f"mlp.{name}": (2, 9, 48) for name in ("gate", "up", "hidden")}
 SHAPES = {f"decoder.{layer}.{name}": shape for layer in range(2) for name, shape in LAYER.items()}
 SHAPES |= {"embedding": (2, 9, 32), "decoder.in": (2, 9, 32), "logits": (2, 9, 67)}
 

@@ -10,6 +10,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.data import packing
+from jaxformer.nn.attend import attend
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 HAND = {"rtol": 0, "atol": 5e-7}  # the numbers are given to six decimals
@@ -26,7 +27,7 @@ def soft_selection(scores):
     ones = jnp.ones((1, 1, 1, 1, 1))
     mask = np.ones((1, 1, len(scores)), bool)
     for given in (None, mask):  # with and without a mask are two programs
-        jf.attention.attend(ones, keys, keys, given, observe=lambda w: seen.append(w) or w)
+        attend(ones, keys, keys, given, observe=lambda w: seen.append(w) or w)
     np.testing.assert_array_equal(*seen)
     return np.asarray(seen[0]).ravel()
 
@@ -86,14 +87,14 @@ def test_causal_mask_of_length_3():
     np.testing.assert_array_equal(mask[0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     seen = []
     q, k, v = draw(1, 1, 1, 3, 4), draw(1, 1, 3, 4), draw(1, 1, 3, 4)
-    jf.attention.attend(q, k, v, mask, observe=lambda w: seen.append(w) or w)
+    attend(q, k, v, mask, observe=lambda w: seen.append(w) or w)
     np.testing.assert_array_equal(seen[0][0, 0, 0] > 0, mask[0])  # -inf before the softmax is exactly 0 after it
 
 
 def test_variance_of_scores_is_the_head_width_unscaled_and_1_scaled():
     q, k = draw(1, 1, 1, 500, 64), draw(1, 1, 500, 64, seed=1)
     seen = []
-    jf.attention.attend(q, k, k, None, observe=lambda w: seen.append(w) or w)
+    attend(q, k, k, None, observe=lambda w: seen.append(w) or w)
     scaled = np.log(seen[0])  # scores but for a constant a query
     unscaled = np.einsum("th,sh->ts", q[0, 0, 0], k[0, 0])
     # 500 · 64 numbers give the variance to about 1%
@@ -117,12 +118,7 @@ def shapes(cfg, batch, length):
     params = jf.spec.abstract(jf.block.spec(cfg), cfg)
     x = jax.ShapeDtypeStruct((batch, length, cfg.d_model), jnp.float32)
     _, seen = jax.eval_shape(jf.capture(lambda p, x: jf.block.apply(p, x, cfg)), params, x)
-    places = jf.mask.arange(length)
-    query = jax.eval_shape(lambda p, x: jf.attention.query(p["attention"], x, cfg), params, x)
-    key, value, _ = jax.eval_shape(lambda p, x: jf.attention.key_value(p["attention"], x, cfg, places), params, x)
-    mixed = jax.eval_shape(jf.attention.attend, query, key, value, None)
-    named = {name: x.shape for name, x in seen.items()}
-    return named | {"query": query.shape, "key": key.shape, "value": value.shape, "mixed": mixed.shape}
+    return {name.removeprefix("attention."): x.shape for name, x in seen.items()}
 
 
 def test_shape_walk():
@@ -130,7 +126,8 @@ def test_shape_walk():
     cfg = jf.ModelConfig(vocab_size=3, d_model=8, n_layers=1, n_heads=2)
     assert shapes(cfg, 1, 4) == {
         **{"query": (1, 2, 1, 4, 4), "key": (1, 2, 4, 4), "value": (1, 2, 4, 4)},
-        **{"attention.weights": (1, 2, 1, 4, 4), "mixed": (1, 2, 1, 4, 4), "mlp.hidden": (1, 4, 32), "out": (1, 4, 8)},
+        **{"weights": (1, 2, 1, 4, 4), "mixed": (1, 2, 1, 4, 4)},
+        **{"mlp.up": (1, 4, 32), "mlp.hidden": (1, 4, 32), "mlp.out": (1, 4, 8), "out": (1, 4, 8)},
     }
 
 
@@ -138,7 +135,7 @@ def test_shape_walk_of_the_2017_sizes():
     cfg = jf.presets.transformer_base()
     found = shapes(cfg, 1, 100)
     assert found["query"] == (1, 8, 1, 100, 64)
-    assert found["attention.weights"] == (1, 8, 1, 100, 100)
+    assert found["weights"] == (1, 8, 1, 100, 100)
     assert jf.attention.spec(cfg)["out"].shape(cfg) == (8, 1, 64, 512)  # 8 heads side by side are 512 inputs
     assert found["mlp.hidden"] == (1, 100, 2048)
     assert found["out"] == (1, 100, 512)

@@ -86,12 +86,34 @@ def test_rematerialising_changes_no_value_and_no_gradient(remat, scan):
 
 
 def test_rematerialising_keeps_less_for_the_backward_pass():
-    def kept(remat):
-        cfg = shallow("gpt2", remat=remat)
-        _, back = jax.eval_shape(lambda p: jax.vjp(loss(cfg), p), tiny.drawn(cfg))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back))
+    assert kept(remat="none") > kept(remat="dots") > kept(remat="full")
 
-    assert kept("none") > kept("dots") > kept("full")
+
+def arrays(**fields):
+    """What the backward pass is given."""
+    cfg = shallow("gpt2", **fields)
+    _, back = jax.eval_shape(lambda p: jax.vjp(loss(cfg), p), tiny.drawn(cfg))
+    return jax.tree.leaves(back)
+
+
+def kept(**fields):
+    return sum(x.size * x.dtype.itemsize for x in arrays(**fields))
+
+
+def test_named_activations_are_kept():
+    given = {"remat": "full", "scan": True}
+    before, after = ({x.shape for x in arrays(**given, save=save)} for save in ((), ("mlp.up", "attention.query")))
+    cfg, rows, length = shallow("gpt2"), 2, 5
+    heads = (rows, cfg.n_kv_heads, 1, length, cfg.head_dim)
+    assert after - before == {(cfg.n_layers, rows, length, cfg.d_ff), (cfg.n_layers, *heads)}
+    assert_same(value_and_grad(shallow("qwen3", **given, save=("attention.mixed",))), value_and_grad(shallow("qwen3")))
+
+
+def test_a_name_that_no_layer_gives_is_refused():
+    with pytest.raises(ValueError, match="save='mlp.ups' names no activation of a layer.*did you mean 'mlp.up'"):
+        kept(remat="full", save=("mlp.ups",))
+    with pytest.raises(ValueError, match="save=.* has no effect with remat='none'"):
+        shallow("gpt2", save=("mlp.up",))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixed_windows"])

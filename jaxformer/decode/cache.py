@@ -15,6 +15,7 @@ from jaxformer.nn.attend import Entries
 from jaxformer.nn.attention import KeyValue
 from jaxformer.nn.mask import Places
 from jaxformer.record import dtype_name
+from jaxformer.sharding import constrain
 from jaxformer.spec import Param, zeros
 
 
@@ -111,7 +112,8 @@ class Writer:
     def __init__(self, cache: Cache, index: int, layer: ModelConfig, places: Places):
         self.entry = cache.layers[index]
         self._used, self._layer, self._chunk = cache.used, layer, places
-        self._axes = {name: param.dims.index("S") for name, param in layer_spec(layer).items()}
+        self._dims = {name: param.dims for name, param in layer_spec(layer).items()}
+        self._axes = {name: dims.index("S") for name, dims in self._dims.items()}
         self._slots = next(self.entry[name].shape[axis] for name, axis in self._axes.items())
         self._length, self._ring = cache.length, self._slots < cache.length
 
@@ -122,6 +124,7 @@ class Writer:
             raise ValueError(f"attention={self._layer.attention!r} keeps {sorted(stored)}; its cache has {sorted(self._axes)}")
         before, slot = self.entry, self._slot()
         written = {name: _write(before[name], stored[name], slot, axis) for name, axis in self._axes.items()}
+        written = {name: constrain(x, self._dims[name]) for name, x in written.items()}
         self.entry = before | written
         kept, order, valid = self._readable(before, written, stored)
         places = Places(order, kept.get("position", order), None, valid)
@@ -239,8 +242,12 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ah
 
 
 def empty(spec: Cache, cfg: ModelConfig) -> Cache:
-    """The cache that ``spec`` declares, with nothing in it."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs.abstract(spec, cfg))
+    """The cache that ``spec`` declares, with nothing in it; on a mesh, each part is made where it belongs."""
+
+    def one(param: Param, x: jax.ShapeDtypeStruct) -> jax.Array:
+        return constrain(jnp.zeros(x.shape, x.dtype), param.dims)
+
+    return jax.tree.map(one, spec, specs.abstract(spec, cfg), is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def size(cache: Cache) -> int:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.named import multiply
+
 Entries = dict[str, jax.Array]
 """What attention keeps of a sequence, by name."""
 
@@ -25,7 +27,7 @@ def attend(
     mask_BTS [1 or B, T, S], True where the query sees the key; scale: 1/sqrt(H) unless given; bias broadcasts against
     [B, K, G, T, S]; ``observe`` is applied to the weights. A query that sees no key gives exactly zero, and finite gradients.
     """
-    scores = _scores(q_BKGTH, k_BKSH)
+    scores = multiply("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, name="scores", by=_scores)
     scores = scores / q_BKGTH.shape[-1] ** 0.5 if scale is None else scores * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -36,7 +38,7 @@ def attend(
     else:  # a bias may hide keys too, by −inf
         weights = _masked_softmax(scores, True if mask_BTS is None else mask_BTS[:, None, None])
     weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
-    return jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH)
+    return multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
 
 
 def _scores(q_BKGTH: jax.Array, k_BKSH: jax.Array) -> jax.Array:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
 from jaxformer.nn import latent, norm, position
-from jaxformer.nn.attend import Entries, attend
+from jaxformer.nn.attend import Entries
 from jaxformer.nn.dense import dense, dropout
-from jaxformer.nn.mask import Places, arange, visible
+from jaxformer.nn.kernels import mix
+from jaxformer.nn.mask import Places, arange
 from jaxformer.nn.named import named
 from jaxformer.spec import Param, bias, kernel, zeros
 
@@ -81,22 +82,27 @@ def grouped_apply(
             kept, key_places = extend({"key": memory[0], "value": memory[1]})
             memory = kept["key"], kept["value"], key_places
     k_BKSH, v_BKSH, key_places = memory
-    mask_BTS = visible(places, key_places, causal=cfg.causal and not crossing, window=None if crossing else cfg.window)
+    q_BKGTH = named(q_BKGTH, "query", "BKGTH", cfg)
+    k_BKSH, v_BKSH = named(k_BKSH, "key", "BKSH", cfg), named(v_BKSH, "value", "BKSH", cfg)
 
     def observe(weights_BKGTS):
         weights_BKGTS = named(weights_BKGTS, "weights", "BKGTS", cfg)
         return dropout(weights_BKGTS, cfg.attention_dropout, key)
 
-    mixed_BKGTH = attend(
+    mixed_BKGTH = mix(
         q_BKGTH,
         k_BKSH,
         v_BKSH,
-        mask_BTS,
+        places,
+        key_places,
+        cfg,
+        crossing=crossing,
         scale=cfg.attention_scale,
-        softcap=cfg.attention_softcap,
         bias=encode((places.position, key_places.position), cfg) if site == "scores" else None,
+        dropout=key is not None and cfg.attention_dropout > 0,
         observe=observe,
     )
+    mixed_BKGTH = named(mixed_BKGTH, "mixed", "BKGTH", cfg)
     return dense("BKGTH,KGHD->BTD", mixed_BKGTH, params["out"], params.get("out_bias"))
 
 

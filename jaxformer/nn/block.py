@@ -52,7 +52,8 @@ def apply(
 
         with scope(part):
             x_BTD = x_BTD if cfg.residual in ("post", "branch") else normed(x_BTD, f"{name}_norm")
-            x_BTD = dropout(f(params[part], x_BTD, child(key, name)), cfg.residual_dropout, child(key, f"{name}.out"))
+            x_BTD = named(f(params[part], x_BTD, child(key, name)), "out", "BTD", cfg)
+            x_BTD = dropout(x_BTD, cfg.residual_dropout, child(key, f"{name}.out"))
             out_norm = {"branch": f"{name}_norm", "sandwich": f"{name}_out_norm"}.get(cfg.residual)
             return x_BTD if out_norm is None else normed(x_BTD, out_norm)
 

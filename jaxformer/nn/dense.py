@@ -5,6 +5,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.named import multiply
 from jaxformer.sharding import gathered
 
 
@@ -18,10 +19,14 @@ def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
     x_dims, kernel_dims = operands.split(",")
     contracted = [letter for letter in kernel_dims if letter not in result]
     x_axes, kernel_axes = ([dims.index(letter) for letter in contracted] for dims in (x_dims, kernel_dims))
-    kernel = gathered(kernel.astype(x.dtype), kernel_dims)
-    y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())))
     found = [letter for letter in x_dims + kernel_dims if letter not in contracted]
-    y = y.transpose([found.index(letter) for letter in result])
+
+    def as_stored(x, kernel):
+        kernel = gathered(kernel.astype(x.dtype), kernel_dims)
+        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())))
+        return y.transpose([found.index(letter) for letter in result])
+
+    y = multiply(equation, x, kernel, by=as_stored)
     return y if bias is None else y + bias.astype(x.dtype)
 
 

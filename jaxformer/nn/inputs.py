@@ -68,7 +68,7 @@ def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, 
         limit = cfg.max_length if learned else 2**31
         what = f"the learned table of max_length={limit} rows" if learned else "the range of positions"
         positions = _within(f"{name}positions", positions, limit, what)
-    return Places(order, positions, segments, valid)
+    return Places(order, positions, segments, valid, ordered=True)
 
 
 def validity(name: str, valid, shape: tuple[int, int]) -> jax.Array:

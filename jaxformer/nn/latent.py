@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import norm, position
-from jaxformer.nn.attend import Entries, attend
+from jaxformer.nn.attend import Entries
 from jaxformer.nn.dense import dense, dropout
-from jaxformer.nn.mask import Places, arange, visible
-from jaxformer.nn.named import named
+from jaxformer.nn.kernels import mix
+from jaxformer.nn.mask import Places, arange
+from jaxformer.nn.named import multiply, named
 from jaxformer.sharding import gathered
 from jaxformer.spec import Param, kernel, zeros
 
@@ -94,7 +95,8 @@ def apply(
         return jnp.swapaxes(weights_BKGTS, 1, 2) if absorbed else weights_BKGTS
 
     scale = (cfg.head_dim + cfg.latent.rope_dim) ** -0.5 if cfg.attention_scale is None else cfg.attention_scale
-    given = {"mask_BTS": visible(places, key_places, causal=cfg.causal, window=cfg.window), "scale": scale, "observe": observe}
+    dropping = key is not None and cfg.attention_dropout > 0
+    given = {"places": places, "key_places": key_places, "scale": scale, "dropout": dropping, "observe": observe}
     form = _absorbed if extend is not None and absorbing(x_BTD.shape[1], latent_BSR.shape[1], cfg) else _plain
     mixed_BKTH = form(params["key_value"], q_BKTH, turned_BKTH, latent_BSR, key_BSH, cfg, given)
     return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"])
@@ -112,14 +114,15 @@ def _plain(kernel_RKH, q_BKTH, turned_BKTH, latent_BSR, key_BSH, cfg, given):
     k_BKSH, v_BKSH = jnp.split(both_BKSH, [cfg.head_dim], axis=-1)
     rope_BKSH = jnp.broadcast_to(key_BSH[:, None], (*k_BKSH.shape[:3], key_BSH.shape[-1]))
     q_BKGTH = jnp.concatenate([q_BKTH, turned_BKTH], axis=-1)[:, :, None]
-    return attend(q_BKGTH, jnp.concatenate([k_BKSH, rope_BKSH], axis=-1), v_BKSH, **given)[:, :, 0]
+    return mix(q_BKGTH, jnp.concatenate([k_BKSH, rope_BKSH], axis=-1), v_BKSH, cfg=cfg, **given)[:, :, 0]
 
 
 def _absorbed(kernel_RKH, q_BKTH, turned_BKTH, latent_BSR, key_BSH, cfg, given):
     key_RKH, value_RKH = jnp.split(gathered(kernel_RKH.astype(q_BKTH.dtype), "RKH"), [cfg.head_dim], axis=-1)
-    q_BKTR = jnp.einsum("BKTH,RKH->BKTR", q_BKTH, key_RKH)
+    q_BKTR = multiply("BKTH,RKH->BKTR", q_BKTH, key_RKH, name="query_latent")
     # The rotary part comes as a bias, so that the cache's two tensors need not be joined, which would copy them at every step.
-    rotary = jnp.einsum("BKTH,BSH->BKTS", turned_BKTH, key_BSH, preferred_element_type=jnp.float32) * given["scale"]
+    asked = {"name": "rotary_scores", "preferred_element_type": jnp.float32}
+    rotary = multiply("BKTH,BSH->BKTS", turned_BKTH, key_BSH, **asked) * given["scale"]
     latent_BKSR = latent_BSR[:, None]
-    mixed_BKTR = attend(q_BKTR[:, None], latent_BKSR, latent_BKSR, bias=rotary[:, None], **given)[:, 0]
-    return jnp.einsum("BKTR,RKH->BKTH", mixed_BKTR, value_RKH)
+    mixed_BKTR = mix(q_BKTR[:, None], latent_BKSR, latent_BKSR, cfg=cfg, bias=rotary[:, None], **given)[:, 0]
+    return multiply("BKTR,RKH->BKTH", mixed_BKTR, value_RKH, name="value")

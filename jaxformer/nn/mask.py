@@ -15,18 +15,20 @@ class Places:
     position [1 or B, T]: what the position component encodes (padding does not count; restarts in each packed document).
     segment [B, T] or None: tokens see only their own segment.
     valid [B, T] or None: False for padding, which nobody sees.
+    ordered: whether ``order`` is known to be the index, less the padding before it.
     """
 
     order: Any
     position: Any
     segment: Any = None
     valid: Any = None
+    ordered: bool = struct.field(pytree_node=False, default=False)
 
 
 def arange(length: int) -> Places:
     """Places 0 … length − 1, nothing masked."""
     order = jnp.arange(length, dtype=jnp.int32)[None]
-    return Places(order, order)
+    return Places(order, order, ordered=True)
 
 
 def visible(query: Places, key: Places, *, causal: bool, window: Any = None) -> jax.Array | None:

@@ -31,9 +31,10 @@ def _spec(cfg, gated):
 
 
 def _apply(params, x_BTD, cfg, activation, gated):
-    up_BTF = dense("BTD,DF->BTF", x_BTD, params["up"], params.get("up_bias"))
+    up_BTF = named(dense("BTD,DF->BTF", x_BTD, params["up"], params.get("up_bias")), "up", "BTF", cfg)
     if gated:
-        hidden_BTF = activation(dense("BTD,DF->BTF", x_BTD, params["gate"], params.get("gate_bias"))) * up_BTF
+        gate_BTF = named(dense("BTD,DF->BTF", x_BTD, params["gate"], params.get("gate_bias")), "gate", "BTF", cfg)
+        hidden_BTF = activation(gate_BTF) * up_BTF
     else:
         hidden_BTF = activation(up_BTF)
     hidden_BTF = named(hidden_BTF, "hidden", "BTF", cfg)

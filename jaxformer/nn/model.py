@@ -13,7 +13,7 @@ from jaxformer.nn import block, inputs, mlp, mtp, norm, stack
 from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
 from jaxformer.nn.moe import Routed
-from jaxformer.nn.named import named, scope
+from jaxformer.nn.named import multiply, named, scope
 from jaxformer.sharding import gathered
 from jaxformer.spec import Param, bias, kernel, normal
 
@@ -195,10 +195,10 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
             x_BTD = _transformed(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
             kernel_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
-            logits = jnp.einsum("BTD,VD->BTV", x_BTD, kernel_VD, preferred_element_type=jnp.float32)
+            logits = multiply("BTD,VD->BTV", x_BTD, kernel_VD, name="head", preferred_element_type=jnp.float32)
         else:
             kernel_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
-            logits = jnp.einsum("BTD,DV->BTV", x_BTD, kernel_DV, preferred_element_type=jnp.float32)
+            logits = multiply("BTD,DV->BTV", x_BTD, kernel_DV, name="head", preferred_element_type=jnp.float32)
     if cfg.head_bias:
         logits = logits + params["head"]["bias"].astype(jnp.float32)
     if cfg.logit_softcap is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import mlp
+from jaxformer.nn.named import multiply, scope
 from jaxformer.nn.ragged import ragged_dot
 from jaxformer.parts import Experts
 from jaxformer.sharding import gathered
@@ -82,14 +83,15 @@ def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig, *, valid: Any = None
     y_BTD = y_TD.reshape(x_BTD.shape)
     if "shared" in params:
         own = _wide(cfg, cfg.experts.shared * cfg.experts.d_ff)
-        y_BTD = y_BTD + mlp.apply(params["shared"], x_BTD, own)
+        with scope("shared"):
+            y_BTD = y_BTD + mlp.apply(params["shared"], x_BTD, own)
     return y_BTD
 
 
 def route(params: dict, x_TD: jax.Array, experts: Experts) -> Routing:
     """Chooses experts, in float32. Ties go to the lower number (as in ``jax.lax.top_k``)."""
     x, router = x_TD.astype(jnp.float32), params["router"].astype(jnp.float32)
-    logits_TE = jnp.einsum("TD,DE->TE", x, router, precision="highest")
+    logits_TE = multiply("TD,DE->TE", x, router, name="router", precision="highest")
     scores_TE = jax.nn.softmax(logits_TE) if experts.score == "softmax" else jax.nn.sigmoid(logits_TE)
     choice_TE = jax.lax.stop_gradient(scores_TE)  # a choice has no gradient; the weights of what is chosen do
     if "bias" in params:
@@ -138,7 +140,8 @@ def _capacity(params, x_TD, routing, valid_T, cfg):
 
     def product(x, kernel):
         by_expert = x.reshape(experts.number, room, -1)
-        return jnp.einsum("ECD,EDF->ECF", by_expert, kernel.astype(x.dtype)).reshape(-1, kernel.shape[-1])
+        by = lambda rooms, kernel: jnp.einsum("ECD,EDF->ECF", rooms, kernel.astype(x.dtype))
+        return multiply("ECD,EDF->ECF", by_expert, kernel, by=by).reshape(-1, kernel.shape[-1])
 
     y = _experts(params, rooms, product, cfg)
     y_MD = y.at[slot_M].get(mode="fill", fill_value=0)
@@ -154,7 +157,8 @@ def _experts(params, x_MD, product, cfg):
 
 def _combine(y_MD, weight_TJ, x_TD):
     y_TJD = y_MD.reshape(*weight_TJ.shape, -1)
-    return jnp.einsum("TJD,TJ->TD", y_TJD, weight_TJ, preferred_element_type=jnp.float32).astype(x_TD.dtype)
+    asked = {"name": "combined", "preferred_element_type": jnp.float32}
+    return multiply("TJD,TJ->TD", y_TJD, weight_TJ, **asked).astype(x_TD.dtype)
 
 
 def sums(routing: Routing, kept_TJ: jax.Array, counted_T: jax.Array, experts: Experts) -> dict[str, jax.Array]:

@@ -1,17 +1,20 @@
-"""Named activations: the one place where what flows through a model can be checked, captured and edited.
+"""Named activations and products: the one place where what flows through a model can be checked, captured, edited, counted.
 
 ``named(x, "mlp.hidden", "BTF", cfg)`` marks an activation, and puts it where its letters belong on a mesh
 (``jaxformer.sharding``). It costs nothing when nobody listens; inside ``listen`` each marked activation is handed to a
-callback, under its full name such as ``decoder.3.mlp.hidden``.
+callback, under its full name such as ``decoder.3.mlp.hidden``. ``multiply`` is what every product of a model goes through,
+so that a ``Watcher`` learns of them too.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.component import nearest
@@ -19,7 +22,22 @@ from jaxformer.config import ModelConfig
 from jaxformer.sharding import constrain
 
 Listener = Callable[[str, jax.Array], jax.Array]
+
+
+class Watcher(Protocol):
+    """What is told of everything that happens inside ``watch``; names are full ones."""
+
+    def activation(self, name: str, dims: str, x: jax.Array) -> None:
+        """A named activation, a letter an axis."""
+
+    def product(self, name: str, equation: str, x: jax.Array, y: jax.Array, by: Callable) -> jax.Array:
+        """A product that is to be made: must give ``by(x, y)``. The name ends with a dot where the product has none of its own
+        (one of its operands is then a parameter, as it is stored)."""
+
+
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_labels: ContextVar[set[str] | None] = ContextVar("labels", default=None)
 _scope: ContextVar[tuple[str, ...]] = ContextVar("scope", default=())
 
 
@@ -28,14 +46,50 @@ def named(x: jax.Array, name: str, dims: str, cfg: ModelConfig) -> jax.Array:
     if len(dims) != x.ndim or any(cfg.sizes.get(letter, n) != n for letter, n in zip(dims, x.shape, strict=True)):
         expected = ", ".join(f"{letter}={cfg.sizes.get(letter, 'any')}" for letter in dims)
         raise ValueError(f"activation {name!r} has shape {x.shape}, not [{expected}]")
-    x = checkpoint_name(constrain(x, dims), name)
-    listener = _listener.get()
-    return x if listener is None else listener(".".join((*_scope.get(), name)), x)
+    x = checkpoint_name(constrain(x, dims), label(name))
+    listener, watcher = _listener.get(), _watcher.get()
+    if watcher is not None:
+        watcher.activation(_full(name), dims, x)
+    return x if listener is None else listener(_full(name), x)
+
+
+def multiply(
+    equation: str, x: jax.Array, y: jax.Array, *, name: str = "", by: Callable[..., jax.Array] | None = None, **options: Any
+) -> jax.Array:
+    """``einsum(equation, x, y, **options)``, or what ``by(x, y)`` makes of that equation in its own way."""
+    by = functools.partial(jnp.einsum, equation, **options) if by is None else by
+    watcher = _watcher.get()
+    return by(x, y) if watcher is None else watcher.product(_full(name), equation, x, y, by)
+
+
+def _full(name: str) -> str:
+    return ".".join((*_scope.get(), name))
+
+
+def label(name: str) -> str:
+    """What ``name`` is called within a layer, whichever that is, such as "attention.mixed" or "block.out": the names that
+    ``ModelConfig.save`` knows."""
+    parts = [part for part in _scope.get()[1:] if not part.isdigit()]
+    found = ".".join((*(parts or ["block"]), name))
+    if (labels := _labels.get()) is not None:
+        labels.add(found)
+    return found
+
+
+@contextlib.contextmanager
+def labels() -> Iterator[set[str]]:
+    """The labels of what is named inside."""
+    found: set[str] = set()
+    token = _labels.set(found)
+    try:
+        yield found
+    finally:
+        _labels.reset(token)
 
 
 def listening() -> bool:
-    """Whether somebody listens (the layers are then unrolled and nothing is rematerialised, so that values can leave)."""
-    return _listener.get() is not None
+    """Whether somebody listens or watches (the layers are then unrolled and nothing is rematerialised: values can leave)."""
+    return _listener.get() is not None or _watcher.get() is not None
 
 
 @contextlib.contextmanager
@@ -57,6 +111,16 @@ def listen(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+@contextlib.contextmanager
+def watch(watcher: Watcher) -> Iterator[None]:
+    """Tells ``watcher`` of every named activation and every product traced inside."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def capture(f: Callable[..., Any], pattern: str = "*") -> Callable[..., tuple[Any, dict[str, jax.Array]]]:

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxformer.nn.named import multiply
+
 
 def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.Array:
     """[M, F]: the first ``sizes[0]`` rows times kernel 0, the next ``sizes[1]`` times kernel 1, and so on.
@@ -11,6 +13,11 @@ def ragged_dot(x_MD: jax.Array, kernel_EDF: jax.Array, sizes: jax.Array) -> jax.
     Pallas kernel, in bfloat16; XLA cannot spread that over several. CPUs lay the rows out in blocks of one group each, and
     multiply blocks with copies of their kernels, which are some 17 for each: too many for the memory of accelerators.
     """
+    # A row has one of the E kernels for its own: as an equation, a kernel a row.
+    return multiply("MD,MDF->MF", x_MD, kernel_EDF, by=lambda x_MD, kernel_EDF: _ragged_dot(x_MD, kernel_EDF, sizes))
+
+
+def _ragged_dot(x_MD, kernel_EDF, sizes):
     kernel_EDF = kernel_EDF.astype(x_MD.dtype)
     sizes = sizes.astype(jnp.int32)
     # Every branch is traced, and ragged_dot knows no vmap: it stays out of programs that are made where there are CPUs alone.

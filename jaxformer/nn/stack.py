@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer import spec as specs
+from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.nn import attention, block, norm, position
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.mask import Places, arange
 from jaxformer.nn.moe import Routed
-from jaxformer.nn.named import listening, named, scope
+from jaxformer.nn.named import labels, listening, named, scope
 
-REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+POLICY = jax.checkpoint_policies
 
 
 def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
@@ -111,11 +112,29 @@ def _cached_layers(params, x_BTD, cfg, run, cache, places):
     return cache.guard(x_BTD), did, cache.replace(layers=tuple(entries))
 
 
+def _rematerialised(run, cfg):
+    keep = (*cfg.save, "attention.mixed") if cfg.remat == "dots" else cfg.save
+    policy = POLICY.save_only_these_names(*keep) if keep else None
+    if cfg.remat == "dots":
+        policy = POLICY.save_from_both_policies(POLICY.dots_with_no_batch_dims_saveable, policy)
+
+    def checked(*args):
+        with labels() as given:
+            out = run(*args)
+        for name in cfg.save:
+            if name not in given:
+                raise ValueError(f"save={name!r} names no activation of a layer{nearest(name, given)}")
+        return out
+
+    # In a scan, nothing could merge what is computed again with what was computed first.
+    return jax.checkpoint(checked, static_argnums=0, policy=policy, prevent_cse=not cfg.scan)
+
+
 def _layers(params, x_BTD, cfg, run):
     """``run(layer config, index, layer params, x)`` for every layer; x, and all that experts did."""
     watched, did = listening(), []
     if cfg.remat != "none" and not watched:
-        run = jax.checkpoint(run, static_argnums=0, policy=REMAT[cfg.remat])
+        run = _rematerialised(run, cfg)
     if not cfg.scan or watched or is_unstacked(params):
         for index, layer, layer_params in _numbered(params, cfg):
             with scope(str(index)):

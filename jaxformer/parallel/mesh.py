@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer import processes
 from jaxformer.config import ModelConfig
@@ -41,10 +41,9 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
 
     def put_batch(batch):
         own, count = row_blocks(mesh)
-        rows, length = batch["tokens"].shape
-        rows = rows * count // len(own)
-        check_batch(rows, length, mesh)
-        placed = {name: place(LETTERS.get(name, "BT"), (rows, *x.shape[1:]), ACTIVATIONS, mesh) for name, x in batch.items()}
+        sizes = {name: (len(x) * count // len(own), *x.shape[1:]) for name, x in batch.items()}  # of all processes together
+        check_batch({name: jax.ShapeDtypeStruct(shape, batch[name].dtype) for name, shape in sizes.items()}, mesh)
+        placed = {name: place(LETTERS.get(name, "BT"), shape, ACTIVATIONS, mesh) for name, shape in sizes.items()}
         return put_rows(batch, {name: NamedSharding(mesh, spec) for name, spec in placed.items()}, own, count)
 
     def begin(fresh, params=None):
@@ -75,8 +74,9 @@ def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: M
     )
 
 
-def check_batch(rows: int, length: int, mesh: Mesh) -> None:
+def check_batch(batch: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError where rows or positions cannot be shared out evenly."""
+    rows, length = batch["tokens"].shape
     for name, size, axes in (("batch_size", rows, ROWS), ("length", length, ("context",))):
         count = math.prod(mesh.shape[axis] for axis in axes)
         if size % count:

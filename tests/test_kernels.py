@@ -1,0 +1,214 @@
+"""Every kernel gives plain XLA's values and gradients, or says why it cannot. TPU kernels are interpreted here; of cuDNN, what
+is tested is the call, which JAX computes by XLA where there is no GPU."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import jaxformer as jf
+from jaxformer import target
+from jaxformer.nn import inputs, kernels, splash
+from jaxformer.nn.kernels import Site
+from jaxformer.sharding import MeshConfig
+
+CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
+LENGTH = 256
+SHAPES = {"mha": (4, 1, 16, 16), "gqa": (2, 2, 16, 16), "mqa": (1, 4, 16, 16), "wide": (2, 1, 64, 64), "uneven": (2, 1, 24, 16)}
+PADDING = {"right": (0, 200), "left": (57, None), "holes": None}
+CASES = {
+    "causal": {},
+    "whole": {"causal": False},
+    "window": {"window": 100},
+    "window of both sides": {"window": 100, "causal": False},
+    "softcap": {"softcap": 2.0},
+    "segments": {"segments": True},
+    "segments and window": {"segments": True, "window": 40},
+    "padded right": {"padding": "right"},
+    "padded left": {"padding": "left"},
+    "padded with holes": {"padding": "holes"},
+    "padded, whole": {"padding": "left", "causal": False},
+    "crossing, padded": {"padding": "right", "crossing": True},
+    "crossing": {"crossing": True},
+}
+
+
+def places(case, rows=2):
+    rng, length = np.random.default_rng(1), LENGTH
+    segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1) if case.get("segments") else None
+    valid = None
+    if padding := case.get("padding"):
+        first, last = PADDING[padding] or (0, None)
+        valid = (np.arange(length) >= first) & (np.arange(length) < (last or length)) & np.ones((rows, 1), bool)
+        if padding == "holes":
+            valid &= rng.random(valid.shape) < 0.5
+        valid[1] = True  # a row of its own without padding
+    return inputs.places("", (rows, length), CFG, segments=segments, valid=valid)
+
+
+def tensors(shape, dtype, rows=2):
+    k, g, width, value = SHAPES[shape]
+    length = LENGTH
+    rng = np.random.default_rng(0)
+    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
+    return draw(rows, k, g, length, width), draw(rows, k, length, width), draw(rows, k, length, value)
+
+
+def both(kernel, case, shape="gqa", dtype="float32"):
+    """Value and gradients by plain XLA, and by the kernel."""
+    own = {name: case[name] for name in ("causal", "window") if name in case}
+    cfg = dataclasses.replace(CFG, attention_softcap=case.get("softcap"), **own)
+    at = places(case)
+    query_at = dataclasses.replace(at, valid=None) if case.get("crossing") else at
+    q, k, v = tensors(shape, dtype)
+    weight = jnp.asarray(np.random.default_rng(2).standard_normal((*q.shape[:-1], v.shape[-1])), jnp.float32)
+
+    def run(name):
+        named = dataclasses.replace(cfg, attention_kernel=name)
+        mix = functools.partial(kernels.mix, places=query_at, key_places=at, cfg=named, crossing=case.get("crossing", False))
+        value, back = jax.vjp(lambda q, k, v: mix(q, k, v).astype(jnp.float32) * weight, q, k, v)
+        return value, *back(jnp.ones_like(weight))
+
+    return run("xla"), run(kernel)
+
+
+def check(plain, own, dtype):
+    assert float(jnp.abs(plain[0]).max()) > 0.1
+    # Sums of 256 terms in another order; in bfloat16, weights and scaled queries that are rounded or not (8 bits).
+    bound = 2e-5 if dtype == "float32" else 4e-2
+    for a, b in zip(plain, own, strict=True):
+        assert bool(jnp.isfinite(b.astype(jnp.float32)).all())
+        scale = float(jnp.abs(a.astype(jnp.float32)).max())
+        np.testing.assert_allclose(np.asarray(b, np.float32), np.asarray(a, np.float32), atol=bound * scale)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_splash_equals_plain(case):
+    plain, own = both("splash", CASES[case])
+    check(plain, own, "float32")
+    assert not np.array_equal(plain[0], own[0])  # or one program would be compared with itself
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "gqa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_splash_of_every_shape(shape, dtype):
+    check(*both("splash", {}, shape, dtype), dtype)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "window of both sides")])
+def test_the_call_of_cudnn_equals_plain(case):
+    check(*both("cudnn", CASES[case], dtype="bfloat16"), "bfloat16")
+
+
+MESHES = {
+    "tensor": ("gqa", MeshConfig(tensor=2, data=2, context=2)),
+    "groups": ("mqa", MeshConfig(tensor=4, fsdp=2)),
+    "context": ("gqa", MeshConfig(context=4, data=2)),
+}
+
+
+ON_MESHES = [("context", "causal"), ("groups", "causal")]
+ON_MESHES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (("tensor", "causal"), *(("context", name) for name in ("segments", "window", "padded with holes", "whole")))
+]
+
+
+@pytest.mark.parametrize(("mesh", "case"), ON_MESHES)
+def test_splash_on_a_mesh_equals_plain(mesh, case, monkeypatch):
+    """Each device computes the part that is its own; what is causal is folded over the sequence's devices."""
+    monkeypatch.setitem(globals(), "LENGTH", 512)
+    shape, config = MESHES[mesh]
+    folded = []
+    monkeypatch.setattr(splash, "_fold", lambda *args, f=splash._fold, **given: folded.append(1) or f(*args, **given))
+    with jax.set_mesh(config.make()):
+        plain, own = jax.jit(lambda: both("splash", CASES[case], shape))()
+    assert bool(folded) == (config.context > 1 and case != "whole")
+    check(plain, own, "float32")
+
+
+def test_folding_shares_causal_work_out_evenly():
+    length, shards = 1024, 4
+    order = splash._folded(length, shards).reshape(shards, -1)
+    assert sorted(order.reshape(-1)) == list(range(length))
+    work = (order + 1).sum(1)  # keys that each device's queries see
+    assert work.max() == work.min()
+    straight = (np.arange(length).reshape(shards, -1) + 1).sum(1)
+    assert straight.max() > 1.7 * straight.mean()  # 7/4, less a half key each: or there would be nothing to share out
+
+
+REFUSED = {
+    "splash": {
+        "cache": ({"ordered": False}, "cache"),
+        "relative positions": ({"bias": True}, "bias"),
+        "dropout": ({"dropout": True}, "dropout"),
+        "packed and padded": ({"segments": True, "padding": True}, "segments or padding"),
+        "odd length": ({"queries": 100}, "divide by 128, not 100 queries"),
+        "odd source": ({"keys": 1000}, "1000 keys"),
+        "short parts": ({"shards": 4}, "divide by 128 on each of 4 devices"),
+        "half": ({"dtype": "float16"}, "not float16"),
+        "padded window": ({"window": 4, "padding": True}, "window"),
+    },
+    "cudnn": {
+        "cache": ({"ordered": False}, "cache"),
+        "relative positions": ({"bias": True}, "bias"),
+        "softcap": ({"softcap": 30.0}, "caps none"),
+        "dropout": ({"dropout": True}, "dropout"),
+        "float32": ({"dtype": "float32"}, "not float32"),
+        "value width": ({"value_width": 64}, "one width, not 128 and 64"),
+        "wide": ({"key_width": 192, "value_width": 192}, "at most 128, not 192"),
+        "window of both sides": ({"window": 4, "causal": False}, "causal attention alone"),
+        "padded window": ({"window": 4, "padding": True}, "window"),
+        "spread": ({"shards": 2}, "2 devices"),
+    },
+}
+GOOD = Site(queries=256, keys=256, key_width=128, value_width=128, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kernel,what", [(kernel, what) for kernel, cases in REFUSED.items() for what in cases])
+def test_what_a_kernel_cannot_do_is_refused_when_named_and_plain_by_itself(kernel, what):
+    fields, words = REFUSED[kernel][what]
+    site = dataclasses.replace(GOOD, **fields)
+    named = dataclasses.replace(CFG, attention_kernel=kernel)
+    assert kernels.choose(named, GOOD) == kernel
+    with pytest.raises(ValueError, match=words) as error:
+        kernels.choose(named, site)
+    assert "'auto'" in str(error.value)
+    platform = {own: name for name, own in kernels.OF_PLATFORM.items()}[kernel]
+    with target.compiling_for(platform):
+        assert kernels.choose(CFG, GOOD) == kernel
+        assert kernels.choose(CFG, site) == "xla"
+
+
+def test_a_cpu_computes_by_plain_xla():
+    assert kernels.choose(CFG, GOOD) == "xla"
+
+
+def test_whoever_listens_gets_the_weights():
+    cfg = dataclasses.replace(CFG, n_layers=1)
+    ids, params = np.ones((1, 128), np.int32), jf.spec.abstract(jf.model.spec(cfg), cfg)
+    with target.compiling_for("tpu"):
+        _, seen = jax.eval_shape(jf.capture(lambda p: jf.forward(p, ids, cfg), "*weights"), params)
+    assert list(seen) == ["decoder.0.attention.weights"]
+
+
+@pytest.mark.parametrize("form", ["grouped", "latent"])
+def test_whole_models_by_splash(form):
+    cfg = dataclasses.replace(tiny.PRESETS["deepseek" if form == "latent" else "llama_gqa"], max_length=128)
+    params, batch = tiny.drawn(cfg), tiny.batch(cfg, rows=2, length=128)
+    grads = {}
+    for kernel in ("xla", "splash"):
+        own = dataclasses.replace(cfg, attention_kernel=kernel)
+        grads[kernel] = jax.jit(jax.grad(lambda p, own=own: jf.loss(p, batch, own)[0]))(params)
+    assert not jax.tree.all(jax.tree.map(np.array_equal, *grads.values()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * max(1e-2, float(np.abs(a).max()))), *grads.values())
+
+
+def test_the_readme_has_the_table():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    assert kernels.table() in readme
