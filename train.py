@@ -3,22 +3,20 @@
 Starting again in the same run directory goes on from the last checkpoint, exactly.
 """
 
-import contextlib
 import dataclasses
 import functools
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxformer import data, evaluate, pretrained, run
+from jaxformer import data, evaluate, pretrained, processes, run
 from jaxformer import spec as specs
 from jaxformer.nn import model
-from jaxformer.parallel.data import PLACEMENTS, Placement
+from jaxformer.parallel.data import PLACEMENTS, Placement, own_rows, rows_mesh
 from jaxformer.parallel.mesh import on_mesh
 from jaxformer.sharding import MeshConfig, table
 from jaxformer.training.checkpoint import Checkpoints
@@ -31,12 +29,15 @@ DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 def main(config: run.Config) -> None:
     config, pretrained_tok, read = pretrained.begin(config)
     directory, tok, changes = run.open_run(config)
-    corpus = data.load(config.data, tok or pretrained_tok)
+    mesh = rows_mesh() if config.mesh == MeshConfig() else config.mesh.make()
+    corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg)
     train = config.train
     if not cfg.encoder_layers:
         tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
+    processes.agree("text or tokenizer", (tok.content_hash, corpus.summary, corpus.validation_bytes))
+    processes.agree("configuration", config)
 
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
     placement = place(config, abstract := jax.eval_shape(fresh))
@@ -49,10 +50,10 @@ def main(config: run.Config) -> None:
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
-    compiled = jax.jit(make_evaluate(cfg))
+    compiled = placement.compile(make_evaluate(cfg))
     score: dict[str, float] = {}
     report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
-    with report, stop_signal() as stop, placement.within():
+    with report, processes.stopping() as stop, placement.within():
         announce(report.console, config, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
@@ -66,27 +67,19 @@ def main(config: run.Config) -> None:
                 if train.sample_tokens:
                     report.sample(step, *sample(whole.params, config, corpus))
                 checkpoints.save(whole, score.get("loss"))
-            if stop:
+            if stop():
                 break
     whole = placement.get_state(state)
     checkpoints.save(whole)  # nothing to do unless stopped between evaluations
     checkpoints.wait()
     if int(whole.step) < train.steps:
-        print(f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there.")
-        return
-    if corpus.test_pairs:
-        score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
-    summary: dict[str, object] = {name: f"{value:.4f}" for name, value in score.items()}
-    summary |= {"best checkpoint": checkpoints.best_step(), "time": f"{time.perf_counter() - began:.0f} s"}
-    summary |= {
-        "curves": f"{directory}/loss.png, tensorboard --logdir {directory}",
-        "records": f"{directory}/metrics.jsonl",
-    }
-    results(
-        report.console,
-        f"Results after {train.steps} steps",
-        summary | {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"},
-    )
+        report.console.print(
+            f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there."
+        )
+    else:
+        if corpus.test_pairs:
+            score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
+        results(report.console, train.steps, directory, score, checkpoints.best_step(), time.perf_counter() - began)
     checkpoints.close()
 
 
@@ -132,26 +125,15 @@ def announce(console, config: run.Config, corpus: dict[str, int], changes: list[
         console.print(f"[yellow]differs from how the run began[/]: {change}")
 
 
-@contextlib.contextmanager
-def stop_signal() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C or SIGTERM asks to stop; a second Ctrl-C stops at once."""
-    asked: list[int] = []
-
-    def ask(number, frame):
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+def launch(arguments: list[str]) -> None:
+    """The program: as what ``arguments`` say, with the other processes if there are any."""
     try:
-        yield asked
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        config = run.parse(arguments, DEFAULT)
+        with processes.joined(config.distributed):
+            main(dataclasses.replace(config, distributed=processes.DistributedConfig()))  # the run is the same on any number
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        main(run.parse(sys.argv[1:], DEFAULT))
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+    launch(sys.argv[1:])

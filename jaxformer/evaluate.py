@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxformer import processes
 from jaxformer.config import ModelConfig
 from jaxformer.decode.generate import generate
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
@@ -50,7 +51,8 @@ def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], l
             source=ids[rows],
             source_valid=valid[rows],
         )
-        outputs += [_text(tok, row, count) for row, count in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True)]
+        found = zip(processes.whole(out.tokens), processes.whole(out.lengths), strict=True)
+        outputs += [_text(tok, row, count) for row, count in found]
     return outputs
 
 
@@ -74,7 +76,7 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
         room = min(goal - len(text), cfg.max_length - len(read))
         key, own = jax.random.split(key)
         out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=ends, pad=tok.pad_id)
-        text = text + np.asarray(out.tokens)[0, : int(out.lengths[0])].tolist()
+        text = text + processes.whole(out.tokens)[0, : int(processes.whole(out.lengths)[0])].tolist()
         if text[-1] in ends:
             break
     return tok.decode(text)

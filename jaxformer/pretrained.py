@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxformer import hf, run
+from jaxformer import hf, processes, run
 from jaxformer.config import ModelConfig
 from jaxformer.data import tokenizer
 from jaxformer.hf.fields import read_json
@@ -67,10 +67,12 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
 
 def write_run(directory: Path, config: run.Config, tok: Any) -> None:
     """``run.write_run``, and the ids that the model of ``init.from`` ends with besides the tokenizer's eos."""
-    where, begins = config.init.folder, not (directory / "config.json").exists()
-    run.write_run(directory, config, tok)
-    if where is not None and begins:
-        carry(locate(where, config.init.revision), directory)
+    if processes.first():
+        where, begins = config.init.folder, not (directory / "config.json").exists()
+        run.write_run(directory, config, tok)
+        if where is not None and begins:
+            carry(locate(where, config.init.revision), directory)
+    processes.shared(directory / "config.json")
 
 
 def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
@@ -85,9 +87,7 @@ def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
         raise FileNotFoundError(f"{where} has no checkpoint")
 
     def read(like: Any = None) -> dict:
-        params = run.load(where)[1]
-        if (places := _shardings(like)) is not None:
-            params = jax.device_put(params, places)
+        params = run.load(where, _shardings(like))[1]
         return jax.tree.map(lambda array, param: array.astype(param.dtype or dtype), params, model.spec(cfg))
 
     return cfg, read

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
 from jaxformer import spec as specs
@@ -17,6 +18,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
 from jaxformer.parts import BALANCING
+from jaxformer.processes import DistributedConfig
 from jaxformer.record import Strict, from_dict, to_json, within
 from jaxformer.sharding import MeshConfig
 from jaxformer.training.checkpoint import Checkpoints
@@ -95,6 +97,8 @@ class Config(Strict):
     """What to begin from."""
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """How it is spread over devices."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How this process finds the others, where there are several."""
     run_dir: str = ""
     """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
 
@@ -102,6 +106,10 @@ class Config(Strict):
         super().__post_init__()
         if self.train.parallel == "pmap" and self.mesh != MeshConfig():
             raise ValueError("train.parallel='pmap' gives every device a copy of the state: it goes with no axis of mesh")
+        if self.train.parallel == "pmap" and self.distributed.on:
+            raise ValueError(
+                "train.parallel='pmap' is for one process: it does not go with distributed; jit, the default, does"
+            )
 
 
 FITTED = ("model.vocab_size", "model.start_token")
@@ -189,14 +197,16 @@ def read_run(directory: Path) -> Config:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def load(run_directory: str | Path) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint.
+def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint. shardings: where each parameter is to lie.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
     """
     directory = Path(run_directory)
     cfg = read_run(directory).model
     like = specs.abstract(model.spec(cfg), cfg)
+    if shardings is not None:
+        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
         params = checkpoints.restore_params(like)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
@@ -53,22 +54,55 @@ class MeshConfig(Strict):
     """Devices that a sequence is spread over."""
     tensor: int = 1
     """Devices that heads, feed-forward width and vocabulary are spread over."""
+    slices: int = 1
+    """Groups of devices that only a slow network joins (of TPUs, slices; else machines): data alone goes over it."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 0, math.inf, "data", prefix="mesh.")
-        within(self, 1, math.inf, *AXES[1:], prefix="mesh.")
+        within(self, 1, math.inf, *AXES[1:], "slices", prefix="mesh.")
+        if self.data % self.slices:
+            near = -(-self.data // self.slices) * self.slices
+            raise ValueError(f"mesh.data={self.data} is no multiple of mesh.slices={self.slices}; the nearest is {near}")
 
     def make(self, devices: list | None = None) -> Mesh:
-        """The mesh. Raises ValueError where the devices are not a multiple of its axes."""
+        """The mesh, its slices outermost along data; within a slice of TPUs, neighbours lie as their links do.
+
+        Raises ValueError where the devices are not a multiple of its axes, or not of so many slices.
+        """
         devices = jax.devices() if devices is None else devices
         own = math.prod(getattr(self, name) for name in AXES[1:])
         data = self.data or max(1, len(devices) // own)
         if data * own != len(devices):
             sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
             raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
-        shape = (data, *(getattr(self, name) for name in AXES[1:]))
-        return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        if data % self.slices:
+            raise ValueError(f"{data} devices along data do not divide by mesh.slices={self.slices}")
+        shape = (data // self.slices, *(getattr(self, name) for name in AXES[1:]))
+        ordered = np.concatenate([_ordered(shape, part) for part in _slices(devices, self.slices)])
+        return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slices(devices: list, count: int) -> list[list]:
+    """The devices of each slice: TPUs know theirs, others go by their process. All slices have as many."""
+    known = devices[0].platform == "tpu"
+    number = [(getattr(device, "slice_index", None) or 0) if known else device.process_index for device in devices]
+    found = sorted(set(number))
+    if known and len(found) != count:
+        raise ValueError(f"these devices are of {len(found)} slices, which mesh.slices={count} must say")
+    if len(found) % count and count > 1:
+        raise ValueError(f"mesh.slices={count} does not fit devices of {len(found)} processes")
+    place = {index: at * count // len(found) for at, index in enumerate(found)}
+    parts = [[d for d, index in zip(devices, number, strict=True) if place[index] == part] for part in range(count)]
+    if len(set(map(len, parts))) > 1:
+        raise ValueError(f"slices of {', '.join(str(len(part)) for part in parts)} devices: mesh.slices needs equal ones")
+    return parts
+
+
+def _ordered(shape: tuple[int, ...], devices: list) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return np.asarray(devices).reshape(shape)
 
 
 def place(letters: str, shape: tuple[int, ...], rules: dict[str, tuple[str, ...]], mesh: Mesh | AbstractMesh) -> PartitionSpec:

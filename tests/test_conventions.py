@@ -20,6 +20,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 LAYERS = [
     ["component"],
     ["record"],
+    ["processes"],
     ["parts"],
     ["config"],
     ["spec"],

@@ -273,7 +273,7 @@ def test_the_form_for_tpus_is_the_plain_one(layout, dtype, monkeypatch):
         rotated[platform], pull = jax.vjp(lambda x: rope.rotate(x, angle, layout, 1.5), x)
         (back[platform],) = pull(jnp.cos(rotated["cpu"].astype(jnp.float32)).astype(dtype))
     assert float(jnp.abs(rotated["cpu"].astype(jnp.float32) - x.astype(jnp.float32)).max()) > 1
-    # Products are the same; their sum may be rounded once less. Of a bfloat16 gradient, both terms are rounded and then the sum.
+    # Products are the same; their sum may be rounded once less. Both terms of a bfloat16 gradient are rounded, then their sum.
     for found, roundings in ((rotated, 1), (back, 2)):
         bound = {"float32": 4e-7, "bfloat16": roundings * 2**-8}[dtype] * float(jnp.abs(found["cpu"]).max())
         np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in found.values()), atol=bound, rtol=0)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxformer.data import dates, packing, pairs, text
 from jaxformer.data import tokenizer as tokenizers
 from jaxformer.data.config import DataConfig
-from jaxformer.data.packing import Batch, iterate
+from jaxformer.data.packing import ALL, Batch, Rows, iterate
 from jaxformer.data.tokenizer import Tokenizer
 
 __all__ = ["Data", "DataConfig", "iterate", "load"]
@@ -31,7 +31,7 @@ class Data:
     """Counts to print: documents or pairs, characters, tokens, what was left out."""
 
 
-def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: slice = slice(None)) -> Data:
+def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: Rows = ALL) -> Data:
     """Reads, tokenizes (with ``tok`` if given, else as ``cfg.tokenizer`` says) and splits what ``cfg`` describes.
 
     ``rows`` chooses the rows of each batch that this process needs; all processes count the same batches.
@@ -40,7 +40,7 @@ def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: slice = slice(None
     return {"text": _text, "pairs": _pairs, "dates": _dates}[cfg.task](cfg, tok, rows)
 
 
-def _text(cfg: DataConfig, tok: Tokenizer | None, rows: slice) -> Data:
+def _text(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     documents = text.documents(cfg)
     tok = tok or _tokenizer(cfg, documents.train, documents.validation)
     ends = not documents.cut
@@ -62,7 +62,7 @@ def _text(cfg: DataConfig, tok: Tokenizer | None, rows: slice) -> Data:
     )
 
 
-def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: slice) -> Data:
+def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     found = pairs.read(cfg)
     tok = _with_ends(tok or _tokenizer(cfg, *([side for p in split for side in p] for split in found[:2])))
     train, validation = (pairs.encode(tok, split, cfg) for split in (found.train, found.validation))
@@ -83,7 +83,7 @@ def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: slice) -> Data:
     )
 
 
-def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: slice) -> Data:
+def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     train_dates, validation_dates, test_dates = dates.splits()
     sample = dates.distinct(train_dates, 10 * pairs.GENERATED)
     tok = _with_ends(tok or _tokenizer(cfg, [side for pair in sample for side in pair], []))

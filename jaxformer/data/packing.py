@@ -13,6 +13,9 @@ from jaxformer.data.config import DataConfig
 from jaxformer.data.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
+Rows = slice | np.ndarray
+"""Which rows of each batch are made, by number."""
+ALL = slice(None)
 _PART = 1_000_000  # characters encoded as one: lets threads share a long document
 _GROUP = 4_000_000  # characters encoded between two conversions to arrays: bounds the memory that Python ints take
 
@@ -132,7 +135,7 @@ def _ranks(ascending_BT: np.ndarray) -> np.ndarray:
     return np.cumsum(steps, axis=1, dtype=np.int32)
 
 
-def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: slice = slice(None)) -> Any:
+def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL) -> Any:
     """Endless training batches: ``train[step]`` is that step's (only its ``rows``), whatever was asked for before.
 
     The stream is divided into strata of T starts; an epoch visits each stratum once, in a new order, and begins its
@@ -153,7 +156,7 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: slice = sl
     return starts.map(lambda starts_B: windows(stream, starts_B[rows], cfg.length, pad_id, cfg.separate))
 
 
-def validation_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: slice = slice(None)) -> Batches:
+def validation_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL) -> Batches:
     """Batches of one shape in which every token but the first is a target once (of evenly spread rows, with
     ``validation_rows``). Padding has weight 0."""
     count = -(-max(0, len(stream.tokens) - 1) // cfg.length)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxformer.data import dates, packing
 from jaxformer.data.config import DataConfig
-from jaxformer.data.packing import Batch, Batches, Stream
+from jaxformer.data.packing import ALL, Batch, Batches, Rows, Stream
 from jaxformer.data.text import absent, decode, held_out
 from jaxformer.data.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def make_batch(sources: Sequence[Any], targets: Sequence[Any], cfg: DataConfig, 
     return {"source": source, "source_valid": source_valid, **batch}
 
 
-def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> Any:
+def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: Rows = ALL) -> Any:
     """Endless training batches of the pairs: ``train[step]`` is that step's, every epoch in a new order."""
     import grain
 
@@ -95,7 +95,7 @@ def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: slice
     return batches.map(lambda order_B: _numbered(encoded, encoded.kept[order_B[rows]], cfg, tok))
 
 
-def validation_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> Batches:
+def validation_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: Rows = ALL) -> Batches:
     """Batches of one shape of the pairs in their order; rows that fill the last one have weight 0."""
     chosen = encoded.kept[packing.evenly(len(encoded.kept), cfg.validation_rows)]
 
@@ -105,7 +105,7 @@ def validation_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: 
     return packing.in_batches(chosen, -1, cfg.batch_size, make)  # number -1 is an empty pair
 
 
-def date_batches(cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> Any:
+def date_batches(cfg: DataConfig, tok: Tokenizer, rows: Rows = ALL) -> Any:
     """Endless training batches of the dates task: every epoch writes each training date once, in a random way."""
     import grain
 
@@ -114,7 +114,8 @@ def date_batches(cfg: DataConfig, tok: Tokenizer, rows: slice = slice(None)) -> 
     batches = drawn.random_map(lambda i, rng: dates.draw(days[i], rng)).batch(cfg.batch_size, batch_fn=list)
 
     def make(pairs: list[Pair]) -> Batch:
-        sources, targets = (tok.encode_batch(side) for side in zip(*pairs[rows], strict=True))
+        chosen = [pairs[i] for i in np.arange(len(pairs))[rows]]
+        sources, targets = (tok.encode_batch(side) for side in zip(*chosen, strict=True))
         return make_batch(sources, targets, cfg, tok)
 
     return batches.map(make)

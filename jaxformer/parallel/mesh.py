@@ -9,9 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxformer import processes
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
-from jaxformer.parallel.data import Placement
+from jaxformer.parallel.data import Placement, put_rows, row_blocks
 from jaxformer.sharding import ACTIVATIONS, ROWS, place, shardings
 
 LETTERS = {"source": "BS", "source_valid": "BS"}
@@ -42,10 +43,11 @@ def on_mesh(
     step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(where, whole))
 
     def put_batch(batch, microbatches=microbatches):
-        check_batch(batch, mesh, microbatches)
-        letters = {name: LETTERS.get(name, "BT") for name in batch}
-        placed = {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
-        return jax.device_put(batch, placed)
+        own, count = row_blocks(mesh)
+        sizes = {name: (len(x) * count // len(own), *x.shape[1:]) for name, x in batch.items()}  # of all processes together
+        check_batch({name: jax.ShapeDtypeStruct(shape, batch[name].dtype) for name, shape in sizes.items()}, mesh, microbatches)
+        placed = {name: place(LETTERS.get(name, "BT"), shape, ACTIVATIONS, mesh) for name, shape in sizes.items()}
+        return put_rows(batch, {name: NamedSharding(mesh, spec) for name, spec in placed.items()}, own, count)
 
     def begin(fresh, params=None):
         """Each tensor is made on its shards: no device ever holds the whole."""
@@ -63,13 +65,14 @@ def on_mesh(
 
     return Placement(
         step=run,
-        put_state=lambda state: jax.device_put(state, where),
+        put_state=lambda state: processes.put(state, where),
         begin=begin,
         like=like,
         get_state=lambda state: state,
         put_batch=put_batch,
         put_evaluation=functools.partial(put_batch, microbatches=1),
         get_metrics=lambda metrics: {name: float(value) for name, value in metrics.items()},
+        compile=lambda function: jax.jit(function, out_shardings=whole),
         within=lambda: jax.set_mesh(mesh),
     )
 

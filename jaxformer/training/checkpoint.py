@@ -1,4 +1,5 @@
-"""Checkpoints by Orbax: written in the background, whole or not at all; restored whole or refused.
+"""Checkpoints by Orbax: written in the background, whole or not at all; restored whole or refused. Of several processes each
+writes and reads what its devices hold; all go on from the same step.
 
 A step holds two items, ``params`` and ``rest`` (step, optimizer state, key), so that a model can be loaded without its
 optimizer. Steps lie in ``<run>/checkpoints/<step>``.
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxformer import processes
 from jaxformer.spec import diff
 from jaxformer.training.step import TrainState
 
@@ -57,7 +59,7 @@ class Checkpoints:
 
         step = int(state.step)
         self.wait()
-        if step in self.steps():
+        if processes.from_first(step in self.steps()):
             return
         known = validation_loss is not None and math.isfinite(validation_loss)
         self._manager.save(
@@ -74,15 +76,9 @@ class Checkpoints:
         can come to that step again. Raises ValueError with a tree diff, and reads nothing, if what was saved is another tree,
         shape or dtype.
         """
-        for path in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
-            log.warning("removing the unfinished checkpoint %s", path)
-            shutil.rmtree(path)
-        for step in self.steps():
-            metrics = self.directory / str(step) / "metrics" / "metrics"
-            try:
-                json.loads(metrics.read_text() if metrics.exists() else "{}")
-            except ValueError as error:
-                self._set_aside(step, error)
+        if processes.first():
+            self._tidy()
+        processes.agree(f"list of checkpoints in {self.directory}", self.steps())
         items = self._newest(_split(like), set_aside=True)
         if items is None:
             return None
@@ -109,12 +105,26 @@ class Checkpoints:
         if "_manager" in self.__dict__:
             self._manager.close()
 
+    def _tidy(self) -> None:
+        """Nothing is left of checkpoints that were never finished, and what Orbax could not start with is set aside."""
+        for path in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
+            log.warning("removing the unfinished checkpoint %s", path)
+            shutil.rmtree(path)
+        for step in self.steps():
+            metrics = self.directory / str(step) / "metrics" / "metrics"
+            try:
+                json.loads(metrics.read_text() if metrics.exists() else "{}")
+            except ValueError as error:
+                self._set_aside(step, str(error))
+
     def _newest(self, like: dict[str, Any], set_aside: bool = False) -> dict[str, Any] | None:
         import orbax.checkpoint as ocp
 
+        own = jax.process_index()  # each process reads its own part, and waits for no other that may fail
+        alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}")
         for step in reversed(self.steps()):
-            path = self.directory / str(step)
-            with ocp.StandardCheckpointer() as reader:
+            path, items, reason = self.directory / str(step), None, "another process cannot read it"
+            with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
                 try:
                     if absent := [name for name in like if not (path / name / "_METADATA").exists()]:
                         raise OSError(f"it lacks {' and '.join(absent)}")
@@ -122,22 +132,26 @@ class Checkpoints:
                     if unreadable := [name for name in like if found[name] is None]:
                         raise OSError(f"its {' and '.join(unreadable)} cannot be read")
                     self._refuse_another(step, like, found)
-                    return {name: reader.restore(path / name, _placed(item)) for name, item in like.items()}
+                    items = {name: reader.restore(path / name, _placed(item)) for name, item in like.items()}
                 except (AnotherTree, MemoryError, PermissionError):
                     raise  # the files may be whole
                 except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
-                    if set_aside:
-                        self._set_aside(step, error)
-                    else:
-                        self._skip(step, error)
+                    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if processes.everywhere(items is not None):
+                return items
+            if set_aside:
+                self._set_aside(step, reason)
+            else:
+                self._skip(step, reason)
         return None
 
-    def _skip(self, step: int, error: Exception) -> None:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    def _skip(self, step: int, reason: str) -> None:
         log.warning("skipping the incomplete checkpoint %s: %s", self.directory / str(step), reason)
 
-    def _set_aside(self, step: int, error: Exception) -> None:
-        self._skip(step, error)
+    def _set_aside(self, step: int, reason: str) -> None:
+        self._skip(step, reason)
+        if not processes.first():
+            return
         path = self.directory / str(step)
         names = (path.with_name(f"{step}.broken{n or ''}") for n in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
@@ -167,8 +181,13 @@ class AnotherTree(ValueError):
 def _split(state: TrainState) -> dict[str, Any]:
     """The two items, of arrays or of their shapes; the key as the integers it is made of, under the name of its kind."""
     abstract = isinstance(state.key, jax.ShapeDtypeStruct)
-    key = jax.eval_shape(jax.random.key_data, state.key) if abstract else jax.random.key_data(state.key)
+    key = _data(state.key) if abstract else jax.random.key_data(state.key)
     return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": {_kind(state.key): key}}}
+
+
+def _data(key: Any) -> jax.ShapeDtypeStruct:
+    data = jax.eval_shape(jax.random.key_data, key)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)  # replicated, whatever its shape
 
 
 def _wrap(data: dict[str, jax.Array], like: Any) -> jax.Array:

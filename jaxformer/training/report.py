@@ -13,22 +13,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from jaxformer import processes
+
 PLAIN_EVERY = 10.0
 """Seconds between lines where the output is not a terminal and a bar would be noise."""
 
 
 class Report:
     """Of one run in ``directory``, from update ``start`` to ``steps``. Records after ``start`` (of updates that a crash has
-    undone) are dropped. ``fetch`` turns a step's metrics into floats. Use as a context manager."""
+    undone) are dropped. ``fetch`` turns a step's metrics into floats. Of several processes only the first shows and writes
+    anything. Use as a context manager."""
 
     def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
         from tensorboardX import SummaryWriter
 
-        self.directory, self.console = directory, Console(highlight=False)
-        self._path = directory / "metrics.jsonl"
-        _keep_until(self._path, start)
+        self._writes = processes.first()
+        self.directory, self.console = directory, Console(highlight=False, quiet=not self._writes)
+        self._path = directory / "metrics.jsonl" if self._writes else Path(os.devnull)
+        if self._writes:
+            _keep_until(self._path, start)
         self._file = self._path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1)
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1, write_to_disk=self._writes)
         self._steps, self._log_every, self._fetch = steps, log_every, fetch
         self._pending: tuple[int, Any] | None = None
         self._clock: float | None = None
@@ -91,7 +96,8 @@ class Report:
         if metrics:
             self._write(step, "validation", metrics)
             self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
-        draw_losses(self._path, self.directory / "loss.png")
+        if self._writes:
+            draw_losses(self._path, self.directory / "loss.png")
 
     def sample(self, step: int, title: str, text: str) -> None:
         """A sample of what the model writes."""
@@ -108,11 +114,15 @@ class Report:
         self._events.flush()
 
 
-def results(console: Console, title: str, rows: dict[str, Any]) -> None:
-    """A table of two columns."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, str(value))
+def results(console: Console, steps: int, directory: Path, score: dict[str, float], best: int | None, seconds: float) -> None:
+    """What a finished run has come to, and where it lies."""
+    rows = {name: f"{value:.4f}" for name, value in score.items()}
+    rows |= {"best checkpoint": str(best), "time": f"{seconds:.0f} s"}
+    rows |= {"curves": f"{directory}/loss.png, tensorboard --logdir {directory}", "records": f"{directory}/metrics.jsonl"}
+    rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"}
+    table = Table(title=f"Results after {steps} steps", show_header=False, title_justify="left")
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)
 
 
