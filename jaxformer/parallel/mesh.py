@@ -32,17 +32,25 @@ def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     return dataclasses.replace(state, step=whole, params=params, opt_state=moments, key=whole)
 
 
+def batch_shardings(batch: Any, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Of a (perhaps abstract) batch: rows and positions spread."""
+    letters = {name: LETTERS.get(name, "BT") for name in batch}
+    return {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
+
+
+def jitted(update: Callable, where: Any, mesh: Mesh) -> Any:
+    """``update`` of states that lie ``where``; their buffers are reused."""
+    return jax.jit(update, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, PartitionSpec())))
+
+
 def on_mesh(make_update: Callable[[str | None], Callable], abstract: Any, cfg: ModelConfig, mesh: Mesh) -> Placement:
     """The placement of states of the shapes ``abstract``, and of batches for them."""
     where = state_shardings(abstract, cfg, mesh)
-    whole = NamedSharding(mesh, PartitionSpec())
-    step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(where, whole))
+    step = jitted(make_update(None), where, mesh)
 
     def put_batch(batch):
         check_batch(batch, mesh)
-        letters = {name: LETTERS.get(name, "BT") for name in batch}
-        placed = {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
-        return jax.device_put(batch, placed)
+        return jax.device_put(batch, batch_shardings(batch, mesh))
 
     def begin(fresh, params=None):
         """Each tensor is made on its shards: no device ever holds the whole."""
