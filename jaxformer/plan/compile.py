@@ -39,7 +39,7 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
         if dumped is None:
             return _refused(program, topology, refusal, seconds)
         assigned = hlo.read(dumped.read_text())
-        found = memory.load(Path(folder), assigned, program.named)
+        found = memory.load(Path(folder), assigned, program.named, program.whole)
         if found is None:
             return _refused(program, topology, refusal, seconds)
     module = hlo.read(text) if text else assigned

@@ -184,7 +184,7 @@ def _kernels(module, computation, one):
 
 def _is_kernel(one: Instruction) -> bool:
     target = re.search(r'custom_call_target="([^"]*)"', one.text)
-    return one.op == "custom-call" and bool(target) and target[1] in KERNELS
+    return one.op == "custom-call" and target is not None and target[1] in KERNELS
 
 
 def _kernel_name(one: Instruction) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-SIZES = {
+SIZES: dict[str, float] = {
     "pred": 1,
     "bf16": 2,
     "f16": 2,
@@ -154,7 +154,9 @@ class Module:
             return None
         return one.number(r"index=(\d+)")
 
-    def _constant(self, computation, name, loop=None) -> int | None:
+    def _constant(
+        self, computation: Computation, name: str, loop: "tuple[Computation, Instruction] | None" = None
+    ) -> int | None:
         one = computation.by_name.get(name)
         while one is not None and one.op in _SAME:
             one = computation.by_name.get(one.operands[0])
@@ -163,7 +165,7 @@ class Module:
         if one.op == "constant":
             return one.number(r"^(-?\d+)\)")
         if loop is not None and (index := self._element(computation, name)) is not None:
-            return self._initial(*loop, index)
+            return self._initial(loop[0], loop[1], index)
         return None
 
     def _initial(self, computation, loop, index) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxformer.plan.hlo import Module
-from jaxformer.plan.names import KINDS, Names, Value
+from jaxformer.plan.names import KINDS, Dims, Names, Value
 from jaxformer.plan.record import Buffered
 
 
@@ -47,15 +47,15 @@ _RANGE = re.compile(r"^\s+(\S+?):(\d+)-(\d+)\s*$")
 _STEP = re.compile(r"^\s+(\d+):(\S+)\s*$")
 
 
-def read(assignment: str, ranges: str, module: Module, named: "dict[str, tuple[int, ...]] | None" = None) -> Memory:
+def read(assignment: str, ranges: str, module: Module, named: Dims | None = None, whole: Dims | None = None) -> Memory:
     """Memory of a program, of XLA's texts ``buffer-assignment`` and ``live-range``. named: activations by name, with the
-    dimensions that one device holds of them."""
+    dimensions that one device holds of them; whole: parameters, with all of theirs."""
     allocations = [a for a in _allocations(assignment.splitlines()) if not re.search(r"\bcolor [1-9]|thread-local", a.text)]
     spans, order = _spans(ranges.splitlines())
     instructions = {
         one.name: (computation, one) for computation in module.computations.values() for one in computation.instructions
     }
-    names = Names(module, instructions, named or {})
+    names = Names(module, instructions, named or {}, whole or {})
     arguments = [a for a in allocations if re.search(r"parameter \d+", a.text)]
     buffers = [names.argument(a.size, a.values) for a in arguments]
     backward = min((at for at, name in order.items() if names.is_backward_product(name)), default=None)
@@ -138,9 +138,9 @@ def _union(pieces: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def load(folder: Path, module: Module, named=None) -> Memory | None:
+def load(folder: Path, module: Module, named: Dims | None = None, whole: Dims | None = None) -> Memory | None:
     """Memory, of the texts in a folder that XLA has dumped to; None where they are not there."""
     found = [next(iter(folder.glob(f"*{end}.txt")), None) for end in ("optimizations-buffer-assignment", "live-range")]
     if found[0] is None or found[1] is None:
         return None
-    return read(found[0].read_text(), found[1].read_text(), module, named)
+    return read(found[0].read_text(), found[1].read_text(), module, named, whole)

@@ -8,14 +8,18 @@ from jaxformer.plan.hlo import Computation, Instruction, Module, shapes
 from jaxformer.plan.record import Buffered
 
 KINDS = ("parameters", "optimizer", "cache", "batch", "gradients", "activations", "parameter copies", "temporaries")
-"""What a buffer is. activations: made in the forward pass, needed in the backward pass; parameter copies: the same, of the shape
-of a parameter, which are parameters cast or brought together; gradients: made after that, of the shape of a parameter;
+"""What a buffer is. activations: made in the forward pass, needed in the backward pass; parameter copies: the same, of the
+shape of a parameter, which are parameters cast or brought together; gradients: made after that, of the shape of a parameter;
 temporaries: all else."""
 _ARGUMENTS = {"params": "parameters", "opt_state": "optimizer", "batch": "batch", "prompts": "batch", "cache": "cache"}
 _BORING = {"broadcast_in_dim", "while", "dynamic_update_slice", "dynamic_slice", "copy", "squeeze", "reshape", "transpose", ""}
 _PASSED = {"bitcast", "copy", "convert", "get-tuple-element", "reshape", "transpose"}
 _PASSED |= {"copy-start", "copy-done", "slice-start", "slice-done"}
 _WRAPPERS = {"while", "body", "cond", "closed_call", "checkpoint", "remat", "remat2", "rematted_computation", "core_call"}
+
+
+Dims = dict[str, tuple[int, ...]]
+"""Dimensions by name."""
 
 
 @dataclass
@@ -31,12 +35,14 @@ class Value:
 class Names:
     """What to call the values of a program."""
 
-    def __init__(self, module: Module, instructions, named: dict[str, tuple[int, ...]]):
+    def __init__(self, module: Module, instructions, named: Dims, whole: Dims):
         self.module, self.instructions = module, instructions
         self.named: dict[tuple[int, ...], list[str]] = {}
         for name, dims in named.items():
             self.named.setdefault(tuple(sorted(n for n in dims if n > 1)), []).append(name)
         self.parameters: dict[tuple[int, ...], list[str]] = {}
+        for name, dims in whole.items():
+            self.parameters.setdefault(tuple(n for n in dims if n > 1), []).append(name)
 
     def path(self, value: str) -> str:
         """The scopes that a value was traced in."""
@@ -68,7 +74,7 @@ class Names:
         timed = [spans[value.name] for value in values if value.name in spans] or [(0, 0)]
         start, end = min(start for start, _ in timed), max(end for _, end in timed)
         size, dims = values[0].size, shapes(shape)[0].dims if shapes(shape) else ()
-        of = self.parameters.get(dims) or self.parameters.get(_essence(shape), [])
+        of = list(dict.fromkeys(self.parameters.get(dims) or self.parameters.get(_essence(shape), [])))
         if re.match(r"(state\.)?(params|cache)\b", path):  # an argument, cast or brought together
             kind = "parameter copies" if "params" in path.split("[")[0] else "temporaries"
             return Buffered(size, kind, f"{_dotted(path)}, a copy", _plain(shape))
@@ -154,7 +160,7 @@ def clean(path: str) -> str:
             part = wrapped[1]
         if part and part not in _WRAPPERS and not part.startswith("jit("):
             parts.append(part)
-    return "/".join(parts) + (", backward" if "transpose(" in path else "")
+    return ("/".join(parts) or path.split("/")[-1]) + (", backward" if "transpose(" in path else "")
 
 
 def _essence(shape: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from jaxformer.nn.named import listen
 from jaxformer.parallel.mesh import batch_shardings, check_batch, jitted, state_shardings
 from jaxformer.plan import formula
 from jaxformer.sharding import ACTIVATIONS, place, shardings
-from jaxformer.spec import Param
+from jaxformer.spec import Param, walk
 from jaxformer.training.step import init_state, make_update
 
 UPDATE = ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")
@@ -42,6 +42,8 @@ class Program:
     training: bool
     named: dict[str, tuple[int, ...]]
     """Named activations, with the dimensions that one device holds."""
+    whole: dict[str, tuple[int, ...]]
+    """Parameters, with all their dimensions."""
 
 
 def for_platform(cfg: ModelConfig, platform: str) -> ModelConfig:
@@ -97,6 +99,7 @@ def training_step(config: run.Config, mesh: Mesh, platform: str) -> Program:
         flops=formula.training(cfg, rows, length, config.data.source_length if cfg.encoder_layers else 0),
         training=True,
         named=_named(cfg, batch, rows // train.microbatches, mesh),
+        whole=_whole(cfg),
     )
 
 
@@ -144,8 +147,8 @@ def generation(config: run.Config, mesh: Mesh, platform: str) -> list[Program]:
     one = formula.decoding(cfg, rows, length)
     block = formula.ModelFlops(one.weights * loop.BLOCK, one.attention * loop.BLOCK)
     return [
-        Program("prefill", read_all, rows * length, formula.prefill(cfg, rows, length), False, {}),
-        Program(f"{loop.BLOCK} decode steps", steps, rows * loop.BLOCK, block, False, {}),
+        Program("prefill", read_all, rows * length, formula.prefill(cfg, rows, length), False, {}, _whole(cfg)),
+        Program(f"{loop.BLOCK} decode steps", steps, rows * loop.BLOCK, block, False, {}, _whole(cfg)),
     ]
 
 
@@ -169,6 +172,10 @@ def _unstacked(cfg: ModelConfig, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*whole.spec[1:])))
 
     return jax.tree.map_with_path(one, apart)
+
+
+def _whole(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {path: param.shape(cfg) for path, param in walk(model.spec(cfg))}
 
 
 _LETTERS = {"weights": "BKGTS", "hidden": "BTF", "logits": "BTV"}

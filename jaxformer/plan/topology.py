@@ -107,11 +107,12 @@ def devices(topology: Topology) -> list[Any]:
     """The devices of a TPU topology, for compiling alone. Raises ValueError where libtpu is missing or refuses the shape."""
     from jax.experimental import topologies
 
-    # Nothing is asked of a cloud's metadata server, and other processes may compile meanwhile.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    sides = "x".join(map(str, topology.shape))
-    name = f"{topology.text.partition(':')[0]}:{sides}"
+    # Nothing is asked of a cloud's metadata server, no host is looked for, and other processes may compile meanwhile.
+    chip = topology.text.partition(":")[0]
+    told = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in (told | {"TPU_ACCELERATOR_TYPE": f"{chip}-{topology.count}"}).items():
+        os.environ.setdefault(name, value)
+    name = f"{chip}:{'x'.join(map(str, topology.shape))}"
     bounds = [min(side, 2) for side in (*topology.shape, 1)[:3]]
     options = {"chips_per_host_bounds": "x".join(map(str, bounds))} if 1 in topology.shape[:2] else {}
     try:
