@@ -1,12 +1,13 @@
 """Compiling for chips that are not there, and what the compiler's program then tells."""
 
+import contextlib
 import re
 import resource
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
     with tempfile.TemporaryDirectory(prefix="plan") as folder:
         text, refusal = "", ""
         try:
-            text = lowered.compile(compiler_options={"xla_dump_to": folder}).as_text()
+            with _not_cached():
+                text = lowered.compile(compiler_options={"xla_dump_to": folder}).as_text()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -44,6 +46,18 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
             return _refused(program, topology, refusal, seconds)
     module = hlo.read(text) if text else assigned
     return _plan(program, topology, devices, module, found, refusal, seconds)
+
+
+@contextlib.contextmanager
+def _not_cached() -> Iterator[None]:
+    """What is compiled inside does not go to the compilation cache: what comes from there leaves no dump."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _plan(program, topology: Topology, devices, module: hlo.Module, found: memory.Memory, refusal: str, seconds) -> ProgramPlan:

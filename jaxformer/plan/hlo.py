@@ -132,61 +132,63 @@ class Module:
         if (known := loop.number(r'"?known_trip_count"?:\{"n":"(\d+)"\}')) is not None:
             return known
         condition, body = (self.computations[loop.called[name]] for name in ("condition", "body"))
-        root = condition.root
-        if root.op != "compare" or len(root.operands) != 2:
+        compared, text = self._terms(condition, condition.root, "compare")
+        if len(compared) != 2 or "direction=LT" not in text:
             return None
-        index = self._element(condition, root.operands[0])
-        bound = self._constant(condition, root.operands[1], (computation, loop))
-        if index is None or bound is None or "direction=LT" not in root.text:
+        index = self._element(*compared[0])
+        bound = self._constant(*compared[1])
+        if bound is None and (at := self._element(*compared[1])) is not None:
+            bound = self._initial(computation, loop, at)
+        if index is None or bound is None or body.root.op != "tuple":
             return None
         start = self._initial(computation, loop, index)
-        step = self._step(body, index)
+        added, _ = self._terms(body, _origin(body, body.root.operands[index]), "add")
+        step = next((n for term in added if (n := self._constant(*term)) is not None), None)
         if start is None or not step or step < 0:
             return None
         return max(0, -(-(bound - start) // step))
 
+    def _terms(self, computation: Computation, one: Instruction | None, op: str) -> tuple[list[tuple[Computation, str]], str]:
+        """The operands of an instruction that is an ``op``, or a fusion of one, each with where it stands; and its text."""
+        inner = self.inside(one) if one is not None and one.op == "fusion" else None
+        if one is None or (inner.root if inner else one).op != op:
+            return [], ""
+        if inner is None:
+            return [(computation, name) for name in one.operands], one.text
+        terms = []
+        for name in inner.root.operands:
+            origin = _origin(inner, name)
+            if origin is not None and origin.op == "parameter":
+                terms.append((computation, one.operands[int(origin.text.split(")")[0])]))
+            else:
+                terms.append((inner, name))
+        return terms, inner.root.text
+
     def _element(self, computation: Computation, name: str) -> int | None:
         """Which element of the loop's tuple ``name`` is."""
-        one = computation.by_name.get(name)
-        while one is not None and one.op in _SAME:
-            one = computation.by_name.get(one.operands[0])
+        one = _origin(computation, name)
         if one is None or one.op != "get-tuple-element" or computation.by_name[one.operands[0]].op != "parameter":
             return None
         return one.number(r"index=(\d+)")
 
-    def _constant(
-        self, computation: Computation, name: str, loop: "tuple[Computation, Instruction] | None" = None
-    ) -> int | None:
-        one = computation.by_name.get(name)
-        while one is not None and one.op in _SAME:
-            one = computation.by_name.get(one.operands[0])
-        if one is None:
-            return None
-        if one.op == "constant":
-            return one.number(r"^(-?\d+)\)")
-        if loop is not None and (index := self._element(computation, name)) is not None:
-            return self._initial(loop[0], loop[1], index)
-        return None
+    def _constant(self, computation: Computation, name: str) -> int | None:
+        one = _origin(computation, name)
+        return one.number(r"^(-?\d+)\)") if one is not None and one.op == "constant" else None
 
-    def _initial(self, computation, loop, index) -> int | None:
+    def _initial(self, computation: Computation, loop: Instruction, index: int) -> int | None:
+        """What an element of the loop's tuple is before the first turn."""
         made = computation.by_name.get(loop.operands[0])
         if made is None or made.op != "tuple" or index >= len(made.operands):
             return None
         return self._constant(computation, made.operands[index])
 
-    def _step(self, body, index) -> int | None:
-        if body.root.op != "tuple":
-            return None
-        one = body.by_name.get(body.root.operands[index])
-        while one is not None and one.op in _SAME:
-            one = body.by_name.get(one.operands[0])
-        if one is not None and one.op == "fusion" and (inner := self.computations.get(one.called.get("calls", ""))):
-            found = [self._constant(inner, name) for name in inner.root.operands] if inner.root.op == "add" else []
-            outer = [self._constant(body, name) for name in one.operands]
-            return next((n for n in (*found, *outer) if n is not None), None) if found else None
-        if one is None or one.op != "add":
-            return None
-        return next((n for n in (self._constant(body, name) for name in one.operands) if n is not None), None)
+
+def _origin(computation: Computation, name: str) -> Instruction | None:
+    """What ``name`` is, or is a copy of."""
+    one = computation.by_name.get(name)
+    while one is not None and one.op in _SAME:
+        one = computation.by_name.get(one.operands[0])
+    return one
 
 
 _SAME = ("copy", "bitcast", "convert", "reshape")
