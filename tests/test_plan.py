@@ -106,6 +106,28 @@ def test_convolutions_meet_so_many_elements(stride, low, dilation, spread):
     assert met.shape == (1, 1, out) and count._valid(size, window, out, stride, low, dilation, spread) == met.sum()
 
 
+KERNELS = """
+ENTRY %main (q: bf16[2,4,64,8], k: bf16[2,4,64,8], w: s32[64]) -> bf16[2,4,64,8] {
+  %q = bf16[2,4,64,8]{3,2,1,0} parameter(0)
+  %k = bf16[2,4,64,8]{3,2,1,0} parameter(1)
+  %w = s32[64]{0} parameter(2)
+  %splash_mha_fwd.1 = (f32[2,32,128]{2,1,0}, bf16[2,4,64,8]{3,2,1,0}) custom-call(%w, %q, %k, %k), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 32}"
+}}, metadata={op_name="jit(f)/splash_mha_fwd_residuals/pallas_call"}
+  %splash_mha_dkv.2 = (bf16[2,2,4,64,8]{4,3,2,1,0}, bf16[2,4,64,8]{3,2,1,0}, bf16[2,4,64,8]{3,2,1,0}) custom-call(%w, %q, %k, %k), custom_call_target="tpu_custom_call"
+  ROOT %other.3 = bf16[2,4,64,8]{3,2,1,0} custom-call(%q), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+def test_kernels_of_attention_go_by_formula():
+    """Two products forward, five in the backward kernel that gives all three gradients; half of the scores are masked."""
+    work = count.count(hlo.read(KERNELS))
+    assert work.kernel_flops == (2 + 5) * 2 * 2 * 4 * 64 * 64 * 8 / 2 and work.flops == 0
+    assert work.kernels == {"splash_mha_fwd_residuals": 1, "splash_mha_dkv": 1, "other": 1}
+    assert work.unknown_kernels == {"other"}
+
+
 # Collectives
 
 ASYNC = """

@@ -27,25 +27,30 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
     """Compiles a program, and reads what came of it. Raises what the compiler raises, but for want of memory."""
     began = time.perf_counter()
     lowered = program.lower()
-    with tempfile.TemporaryDirectory(prefix="plan") as folder:
-        text, refusal = "", ""
+    with tempfile.TemporaryDirectory(prefix="plan") as name:
+        folder, refusal = Path(name), ""
         try:
             with _not_cached():
-                text = lowered.compile(compiler_options={"xla_dump_to": folder}).as_text()
+                lowered.compile(compiler_options={"xla_dump_to": name})
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            # Where a jaxlib cannot read what a newer libtpu has compiled, the dump is whole all the same.
+            refusal = "" if _dumped(folder, "after_codegen") else str(error)
+            if refusal and not ("RESOURCE_EXHAUSTED" in refusal and "hbm" in refusal.lower()):
                 raise
-            refusal = str(error)
         seconds = time.perf_counter() - began
-        dumped = next(iter(Path(folder).glob("*after_optimizations.txt")), None)
-        if dumped is None:
-            return _refused(program, topology, refusal, seconds)
-        assigned = hlo.read(dumped.read_text())
-        found = memory.load(Path(folder), assigned, program.named, program.whole)
-        if found is None:
-            return _refused(program, topology, refusal, seconds)
-    module = hlo.read(text) if text else assigned
-    return _plan(program, topology, devices, module, found, refusal, seconds)
+        assigned, final = (_dumped(folder, stage) for stage in ("after_optimizations", "after_codegen"))
+        found = memory.load(folder, hlo.read(assigned), program.named, program.whole) if assigned else None
+    if found is None:
+        if not refusal:
+            raise ValueError("this libtpu does not write what it compiles: another version is needed")
+        return _refused(program, topology, refusal, seconds)
+    return _plan(program, topology, devices, hlo.read(final or assigned), found, refusal, seconds)
+
+
+def _dumped(folder: Path, stage: str) -> str:
+    """XLA's text of a program at a stage; empty where there is none."""
+    found = next(iter(folder.glob(f"*.{stage}.txt")), None)
+    return found.read_text() if found else ""
 
 
 @contextlib.contextmanager

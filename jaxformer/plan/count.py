@@ -124,7 +124,9 @@ def traffic(module: Module, computation: Computation, one: Instruction) -> float
         return 2 * _bytes(one.shapes)
     if one.op == "dynamic-update-slice":
         return 2 * _bytes([_shape_of(computation, one.operands[1])])
-    if one.op in ("copy-start", "slice-start"):  # (to, from, …): one side is on the chip
+    if one.op in ("copy-start", "slice-start", "async-start"):  # (to, from, …): one side is on the chip
+        if (inside := module.inside(one)) and not inside.root.op.endswith(("slice", "copy")):
+            return 0.0
         moved = min((shape for shape in one.shapes[:2]), key=lambda shape: shape.bytes)
         return moved.bytes * sum(shape.space == 0 for shape in one.shapes[:2])
     if one.op == "custom-call" and not _is_kernel(one):
@@ -188,8 +190,8 @@ def _is_kernel(one: Instruction) -> bool:
 
 
 def _kernel_name(one: Instruction) -> str:
-    found = re.search(r'kernel_name\W+(?:value"?:)?"?([A-Za-z]\w*)', one.text)
-    return found[1] if found else (one.op_name.split("/")[-1] or one.name)
+    scopes = one.op_name.split("/")
+    return scopes[-2] if scopes[-1] == "pallas_call" and len(scopes) > 1 else re.sub(r"[.\d]+$", "", one.name)
 
 
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
@@ -207,12 +209,14 @@ def kernel_flops(computation: Computation, one: Instruction) -> float | None:
     products = next((n for part, n in PRODUCTS.items() if part in name), None)
     if products is None or not ("attention" in name or "mha" in name or "mqa" in name or "splash" in name):
         return None
-    if "dkv" in name and len([s for s in one.shapes if len(s.dims) >= 3]) >= 3:
-        products = 5
-    arrays = [
-        shape for n in one.operands if (shape := _shape_of(computation, n)).dtype in ("bf16", "f32") and len(shape.dims) >= 3
-    ]
+    arrays = [shape for n in one.operands if (shape := _shape_of(computation, n)).dtype in ("bf16", "f32")]
+    arrays = [shape for shape in arrays if len(shape.dims) >= 3]
     if len(arrays) < 2:
         return None
     query, key = arrays[:2]
+    if (
+        "dkv" in name
+        and sum(shape.dims[-2:] == key.dims[-2:] and len(shape.dims) >= len(key.dims) for shape in one.shapes) == 3
+    ):
+        products = 5
     return 2.0 * products * math.prod(query.dims) * key.dims[-2] / 2

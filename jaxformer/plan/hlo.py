@@ -23,6 +23,7 @@ SIZES: dict[str, float] = {
 SIZES |= {"s8": 1, "u8": 1, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_STARTS = re.compile(r"^\s+(ROOT )?%?[\w.\-]+ = ")
 _CALLED = re.compile(r"(calls|to_apply|condition|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -202,19 +203,19 @@ def read(text: str) -> Module:
         if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
             current = computations[head[2]] = Computation(head[2])
             entry = current if head[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}" or line.startswith("}, execution_thread"):
             current = None
-        elif current is not None and (one := _instruction(line)):
-            current.instructions.append(one)
+        elif current is not None and _STARTS.match(line):
+            current.instructions.append(_instruction(line))
+        elif current is not None and current.instructions:  # attributes of kernels go on in lines of their own
+            current.instructions[-1].text += line
     if entry is None:
         raise ValueError("this text is no XLA program: it has no ENTRY")
     return Module(computations, entry)
 
 
-def _instruction(line: str) -> Instruction | None:
-    left, equals, right = line.strip().partition(" = ")
-    if not equals:
-        return None
+def _instruction(line: str) -> Instruction:
+    left, _, right = line.strip().partition(" = ")
     end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
     rest = right[end:].lstrip()
     op, _, rest = rest.partition("(")

@@ -79,9 +79,13 @@ def _overlapped(module: Module, computation: Computation, index: int) -> bool:
     one = computation.instructions[index]
     if not one.op.endswith("-start"):
         return False
+    running = {one.name}
     for later in computation.instructions[index + 1 :]:
-        if one.name in later.operands and later.op.endswith("-done"):
-            return False
+        if running.intersection(later.operands):
+            if later.op.endswith("-done"):
+                return False
+            if later.op.endswith("-update"):
+                running.add(later.name)
         if flops(module, computation, later) > 0:
             return True
     return False
