@@ -385,7 +385,7 @@ def test_what_does_not_fit_gets_a_change_that_does(capsys):
 
 
 def test_trying_stops_with_the_budget():
-    config = jf.Config(model=jf.presets.llama2_7b(), mesh=MeshConfig(data=8))
+    config = jf.Config(model=tiny.PRESETS["llama_mha"], mesh=MeshConfig(data=8))
     mesh = {"data": 8, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     where = topology.parse("gpu:8xA100")
     step = arithmetic.training_step(config, config.mesh.make([object() for _ in range(8)]), where)

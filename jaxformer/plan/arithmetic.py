@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -17,7 +16,7 @@ from jaxformer.plan.compile import estimate, host_bytes
 from jaxformer.plan.programs import UPDATE, batch_of, for_platform
 from jaxformer.plan.record import Buffered, CollectiveSum, ProgramPlan
 from jaxformer.plan.topology import HOST, Topology
-from jaxformer.sharding import ACTIVATIONS, PARAMETERS, ROWS
+from jaxformer.sharding import ACTIVATIONS, AXES, PARAMETERS, ROWS
 
 STATED = (
     "by arithmetic, nothing was compiled: parameters, gradients, optimizer and cache are exact",
@@ -29,19 +28,17 @@ STATED = (
 
 def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> ProgramPlan:
     """Of the update."""
-    cfg, train = for_platform(config.model, "gpu" if not topology.is_tpu else "tpu"), config.train
+    cfg, train = for_platform(config.model, "gpu"), config.train
     batch = batch_of(config)
     rows, length = batch["tokens"].shape
-    part = {name: jax.ShapeDtypeStruct((rows // train.microbatches, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     options = {name: getattr(train, name) for name in UPDATE if name != "microbatches"}
     options["chunk"] = options.pop("loss_chunk")
-    spec = model.spec(cfg)
-    params = formula.local_bytes(spec, cfg, mesh)
+    params = formula.local_bytes(model.spec(cfg), cfg, mesh)
     sizes = {
         "parameters": params,
         "optimizer": 2 * params,
         "gradients": params,
-        "activations": formula.saved_on_device(cfg, part, mesh, **options),
+        "activations": formula.saved_on_device(cfg, batch, rows // train.microbatches, mesh, **options),
         "temporaries": _temporaries(cfg, rows // train.microbatches, length, train.loss_chunk, mesh),
     }
     flops = formula.training(cfg, rows, length, config.data.source_length if cfg.encoder_layers else 0)
@@ -61,17 +58,17 @@ def generation(config: run.Config, mesh: Mesh, topology: Topology) -> list[Progr
     sizes = {"parameters": params, "cache": cache, "temporaries": _logits(cfg, rows, mesh)}
     reading, step = formula.prefill(cfg, rows, length), formula.decoding(cfg, rows, length)
     steps = formula.ModelFlops(step.weights * loop.BLOCK, step.attention * loop.BLOCK)
-    gathers = [c for c in _collectives(config, cfg, mesh, topology, rows * length, training=False)]
     whole = params * mesh.shape["fsdp"]  # what each device reads, its own part and what is brought to it
-    plans = [_plan("prefill", sizes, rows * length, reading, reading.total / topology.count, whole + cache, gathers, topology)]
-    each = [c for c in _collectives(config, cfg, mesh, topology, rows, training=False)]
-    each = [
-        dataclasses.replace(c, runs=c.runs * loop.BLOCK, bytes=c.bytes * loop.BLOCK, seconds=c.seconds * loop.BLOCK)
-        for c in each
+
+    def one(name, tokens, flops, times):
+        used = _collectives(config, cfg, mesh, topology, tokens // times, training=False)
+        used = [dataclasses.replace(c, runs=c.runs * times, bytes=c.bytes * times, seconds=c.seconds * times) for c in used]
+        return _plan(name, sizes, tokens, flops, flops.total / topology.count, times * (whole + cache), used, topology)
+
+    return [
+        one("prefill", rows * length, reading, 1),
+        one(f"{loop.BLOCK} decode steps", rows * loop.BLOCK, steps, loop.BLOCK),
     ]
-    traffic = loop.BLOCK * (whole + cache)
-    name, tokens = f"{loop.BLOCK} decode steps", rows * loop.BLOCK
-    return [*plans, _plan(name, sizes, tokens, steps, steps.total / topology.count, traffic, each, topology)]
 
 
 def _plan(name, sizes, tokens, flops, done, traffic, used, topology: Topology) -> ProgramPlan:
@@ -84,7 +81,7 @@ def _plan(name, sizes, tokens, flops, done, traffic, used, topology: Topology) -
         available_bytes=int(topology.chip.hbm),
         memory={kind: int(size) for kind, size in sizes.items()},
         largest=tuple(
-            Buffered(int(size), kind, f"all {kind}", "") for kind, size in sorted(sizes.items(), key=lambda s: -s[1])
+            Buffered(int(sizes[kind]), kind, f"all {kind}", "") for kind in sorted(sizes, key=sizes.get, reverse=True)
         ),
         tokens=tokens,
         model_flops=flops.total / topology.count,
@@ -132,7 +129,7 @@ def _collectives(config, cfg, mesh: Mesh, topology: Topology, tokens: int, train
 
     def add(kind, axis, runs, size, passes=1):
         count = sizes[axis]
-        span = math.prod(sizes[name] for name in ("data", "fsdp", "expert", "context", "tensor")[_ORDER[axis] :])
+        span = math.prod(sizes[name] for name in AXES[AXES.index(axis) :])  # what comes later in the mesh lies nearer together
         speed = topology.chip.link if span <= HOST else topology.chip.outside
         if count > 1:
             seconds = passes * size * (count - 1) / count / speed
@@ -144,13 +141,9 @@ def _collectives(config, cfg, mesh: Mesh, topology: Topology, tokens: int, train
     if training:
         add("reduce-scatter", "fsdp", parts * layers, parts * model_bytes)
         add("all-reduce", "data", 1, model_bytes / max(1, sizes["fsdp"]), 2)
-    local = tokens / math.prod(sizes[axis] for axis in ("data", "fsdp", "expert", "context"))
+    local = tokens * sizes["tensor"] / mesh.size
     add("all-reduce", "tensor", 2 * passes * parts * layers, 2 * passes * layers * local * cfg.d_model * width, 2)
     return found
-
-
-_ORDER = {"data": 0, "fsdp": 1, "tensor": 4}
-"""Where an axis stands in the mesh: what comes after it lies nearer together."""
 
 
 def _whole() -> dict[str, tuple[str, ...]]:

@@ -104,6 +104,10 @@ def local_bytes(spec: Any, cfg: ModelConfig, mesh: Mesh, rules: dict = PARAMETER
     return total
 
 
+ROWS_TRACED = 1009
+"""A prime, by which no size of a model divides: what does is spread as rows are."""
+
+
 def saved(cfg: ModelConfig, batch: dict, **options) -> list[tuple[tuple[int, ...], int]]:
     """``(shape, bytes)`` of all that the backward pass of a loss needs and the forward pass has made, over all devices: what
     JAX itself would keep, traced without any arithmetic."""
@@ -117,17 +121,17 @@ def saved(cfg: ModelConfig, batch: dict, **options) -> list[tuple[tuple[int, ...
     return [(x.shape, math.prod(x.shape) * x.dtype.itemsize) for x in kept if (x.shape, x.dtype) not in own]
 
 
-def saved_on_device(cfg: ModelConfig, batch: dict, mesh: Mesh, **options) -> float:
-    """Bytes of ``saved`` on one device: what has the batch's rows among its sizes is spread as they are, and over heads or
-    feed-forward; what has not is a parameter's copy, spread as parameters are. An estimate: XLA may keep less."""
-    rows = batch["tokens"].shape[0]
-    spread = math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert", "context"))
-    total = 0.0
+def saved_on_device(cfg: ModelConfig, batch: dict, rows: int, mesh: Mesh, **options) -> float:
+    """Bytes of ``saved`` on one device, of so many rows: what grows with the rows is spread as they are, and over heads or
+    feed-forward where it has them; what does not is a parameter's copy, spread as parameters are. An estimate: XLA may keep
+    less."""
+    traced = {name: jax.ShapeDtypeStruct((ROWS_TRACED, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     wide = {cfg.n_heads, cfg.n_kv_heads, cfg.d_ff, cfg.vocab_size}
-    for shape, size in saved(cfg, batch, **options):
-        if rows in shape:
-            across = mesh.shape["tensor"] if wide & set(shape) else 1
-            total += size / (spread * across)
+    of_rows, tensor = mesh.size // mesh.shape["tensor"], mesh.shape["tensor"]
+    total = 0.0
+    for shape, size in saved(cfg, traced, **options):
+        if any(n and n % ROWS_TRACED == 0 for n in shape):
+            total += size * rows / ROWS_TRACED / (of_rows * (tensor if wide & set(shape) else 1))
         else:
-            total += size / max(1, mesh.shape["fsdp"] * mesh.shape["tensor"])
+            total += size / (mesh.shape["fsdp"] * tensor)
     return total

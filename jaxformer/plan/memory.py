@@ -99,11 +99,16 @@ def _fullest(arena: _Allocation, spans) -> tuple[list[list[Value]], int]:
     timed = [(value, *spans[value.name]) for value in arena.values if value.name in spans and value.size]
     if not timed:
         return ([arena.values], 0) if arena.values else ([], arena.size)
-    best: tuple[int, int] = (-1, 0)
-    for now in sorted({start for _, start, _ in timed}):
-        used = _union((v.offset, v.offset + v.size) for v, start, end in timed if start <= now <= end)
-        best = max(best, (used, -now))
-    now = -best[1]
+    timed.sort(key=lambda one: one[1])
+    most, now, alive = -1, 0, list[tuple[Value, int, int]]()
+    for at, one in enumerate(timed):
+        alive.append(one)
+        if at + 1 < len(timed) and timed[at + 1][1] == one[1]:
+            continue
+        alive = [other for other in alive if other[2] >= one[1]]
+        if sum(value.size for value, _, _ in alive) > most:  # only then can they cover more
+            used = _union((value.offset, value.offset + value.size) for value, _, _ in alive)
+            most, now = max((most, now), (used, one[1]), key=lambda found: found[0])
     pieces = {(value.offset, value.size) for value, start, end in timed if start <= now <= end}
     kept: list[list[Value]] = []
     chains: dict[tuple[int, int], list[tuple[Value, int, int]]] = {}
@@ -115,7 +120,7 @@ def _fullest(arena: _Allocation, spans) -> tuple[list[list[Value]], int]:
         covered.append((offset, offset + size))
         if _union(covered) > before:  # a value inside another one's memory is no buffer of its own
             kept.append(_chain(chains[offset, size], now))
-    return kept, arena.size - best[0]
+    return kept, arena.size - most
 
 
 def _chain(timed: list[tuple[Value, int, int]], now: int) -> list[Value]:
