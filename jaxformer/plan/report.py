@@ -54,7 +54,7 @@ def _tell(plan: Plan, text: Callable[[str], None], table: Callable[[str, tuple[s
         verdict = "fits" if program.fits else "does not fit"
         text(
             f"{program.name}: {verdict}, {_gib(program.needed_bytes)} of {_gib(program.available_bytes)} GiB a device; "
-            f"{_bound(program)}"
+            f"{_bound(plan, program)}"
         )
         _tables(plan, program, table)
         for note in program.notes:
@@ -68,13 +68,15 @@ def _tell(plan: Plan, text: Callable[[str], None], table: Callable[[str, tuple[s
         text(f"smallest change that fits: {' '.join(fitting.flags)}" if fitting else "none of these fits")
 
 
-def _bound(program: ProgramPlan) -> str:
+def _bound(plan: Plan, program: ProgramPlan) -> str:
     time = program.time
     if not program.fits or not time.estimate:
         return "no time is estimated for what does not run"
+    said = "estimated" if plan.by == "compiler" else "at best"
     return (
-        f"estimated {time.estimate:.4g} s, bound by {time.bound}, MFU {time.mfu:.1%}, "
-        f"{time.tokens_per_second_per_chip:,.0f} tokens/s a chip (an estimate, no measurement)"
+        f"{said} {time.estimate:.4g} s, bound by {time.bound}, MFU {time.mfu:.1%}, "
+        f"{time.tokens_per_second_per_chip:,.0f} tokens/s a chip ({'an estimate' if said == 'estimated' else 'a bound'}, "
+        "no measurement)"
     )
 
 

@@ -113,8 +113,8 @@ def devices(topology: Topology) -> list[Any]:
     for name, value in (told | {"TPU_ACCELERATOR_TYPE": f"{chip}-{topology.count}"}).items():
         os.environ.setdefault(name, value)
     name = f"{chip}:{'x'.join(map(str, topology.shape))}"
-    bounds = [min(side, 2) for side in (*topology.shape, 1)[:3]]
-    options = {"chips_per_host_bounds": "x".join(map(str, bounds))} if 1 in topology.shape[:2] else {}
+    # A host has 2 × 2 chips unless it is told otherwise.
+    options: dict[str, Any] = {"chips_per_host_bounds": [*topology.shape, 1][:3]} if 1 in topology.shape[:2] else {}
     try:
         found = list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except RuntimeError as error:
