@@ -152,10 +152,12 @@ ENTRY %main (x: bf16[8,64], y: bf16[16,16], z: f32[32,64]) -> f32[8,64] {
   %z = f32[32,64]{1,0} parameter(2)
   %start = bf16[32,64]{1,0} fusion(%x), kind=kCustom, calls=%starts
   %middle = bf16[16,16]{1,0} fusion(%x, %y), kind=kOutput, calls=%beside
-  %all-reduce.2 = bf16[16,16]{1,0} all-reduce(%middle), channel_id=5, replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add
+  %zeros = bf16[64,16]{1,0} broadcast(%nought), dimensions={}
+  %part = bf16[64,16]{1,0} dynamic-update-slice(%zeros, %middle, %place, %place)
+  %all-reduce.2 = (bf16[16,16]{1,0}, bf16[64,16]{1,0}) all-reduce(%middle, %part), channel_id=5, COLUMNS
   ROOT %scatter = f32[8,64]{1,0} fusion(%z), kind=kCustom, calls=%all-reduce-scatter.1
 }
-"""
+""".replace("COLUMNS", "replica_groups=[2,2]<=[2,2]T(1,0), to_apply=%add")
 
 
 def test_collectives_are_counted_once():
@@ -164,12 +166,13 @@ def test_collectives_are_counted_once():
     assert [(one.kind, one.bytes, one.hidden) for one in found] == [
         ("all-gather", 32 * 64 * 2, True),  # in two fusions, one of which has a product: one collective
         ("all-reduce", 16 * 16 * 2, False),
+        ("all-gather as all-reduce", 64 * 16 * 2, False),  # zeros, but for each device's part
         ("reduce-scatter", 32 * 64 * 4, False),
     ]
     # Both axes of two chips: a link each. The second all-reduce is over the second axis alone.
     link = where.chip.link
     np.testing.assert_allclose(
-        [one.seconds for one in found], [4096 * 3 / 4 / (2 * link), 512 / link, 8192 * 3 / 4 / (2 * link)]
+        [one.seconds for one in found], [4096 * 3 / 4 / (2 * link), 512 / link, 2048 / link, 8192 * 3 / 4 / (2 * link)]
     )
 
 

@@ -9,6 +9,7 @@ from jaxformer.plan.count import flops
 from jaxformer.plan.hlo import Computation, Instruction, Module
 from jaxformer.plan.topology import Topology
 
+AS_REDUCE = "all-gather as all-reduce"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -30,22 +31,22 @@ class Collective:
 def collectives(module: Module, topology: Topology, coordinates: list[tuple[int, ...]]) -> list[Collective]:
     """Those of a program. XLA writes one that runs beside others several times, at its start, beside each, and at its end: it
     is known by its channel, and counted once. coordinates: where each device stands in the torus."""
-    found: dict[tuple[str, object], Collective] = {}
+    found: dict[tuple[str, object, str], Collective] = {}
     for computation, index, times in module.visit():
         one = computation.instructions[index]
         for owner, part in _parts(module, computation, one):
-            kind = _kind(owner, part)
             channel = part.number(r"channel_id=(\d+)")
-            key = (computation.name, channel if channel is not None else f"{owner.name} {part.name}")
-            hidden = (owner is not computation and flops(module, computation, one) > 0) or _overlapped(
-                module, computation, index
-            )
-            if key in found:
-                found[key].hidden |= hidden
-                continue
-            size = sum(shape.bytes for shape in _payload(kind, owner, part))
-            seconds = _seconds(kind, size, _groups(part), topology, coordinates)
-            found[key] = Collective(kind, times, size, seconds, hidden)
+            own = channel if channel is not None else f"{owner.name} {part.name}"
+            hidden = _overlapped(module, computation, index)
+            if owner is not computation:
+                hidden = hidden or flops(module, computation, one) > 0
+            for kind, size in _kinds(module, owner, part).items():
+                key = (computation.name, own, kind)
+                if key in found:
+                    found[key].hidden |= hidden
+                    continue
+                seconds = _seconds(kind, size, _groups(part), topology, coordinates)
+                found[key] = Collective(kind, times, size, seconds, hidden)
     return list(found.values())
 
 
@@ -63,16 +64,35 @@ def _base(one: Instruction) -> str | None:
     return base if base in KINDS else None
 
 
-def _kind(owner: Computation, part: Instruction) -> str:
+def _kinds(module: Module, owner: Computation, part: Instruction) -> dict[str, float]:
+    """Bytes by kind. An all-reduce of which each device then keeps its own part is a reduce-scatter; one of zeros into which
+    each device has written its own part is an all-gather that XLA has made an all-reduce of, at twice the traffic."""
     base = _base(part) or ""
-    # An all-reduce of which each device then keeps its own part: TPUs do this as one reduce-scatter.
-    return "reduce-scatter" if base == "all-reduce" and owner.name.startswith("all-reduce-scatter") else base
+    if base == "all-gather":
+        shapes = part.shapes[len(part.shapes) // 2 :] if part.op.endswith("-start") else part.shapes
+        return {base: sum(shape.bytes for shape in shapes)}
+    sizes: dict[str, float] = {}
+    for operand in (owner.by_name[name] for name in part.operands if name in owner.by_name):
+        kind = base
+        if base == "all-reduce" and owner.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"
+        elif base == "all-reduce" and _is_padded(module, owner, operand):
+            kind = AS_REDUCE
+        sizes[kind] = sizes.get(kind, 0) + sum(shape.bytes for shape in operand.shapes)
+    return sizes
 
 
-def _payload(kind: str, owner: Computation, part: Instruction):
-    if kind == "all-gather":
-        return part.shapes[len(part.shapes) // 2 :] if part.op.endswith("-start") else part.shapes
-    return [shape for name in part.operands if name in owner.by_name for shape in owner.by_name[name].shapes]
+def _is_padded(module: Module, owner: Computation, one: Instruction) -> bool:
+    """Whether this is what a device holds of a whole, amid zeros."""
+    for _ in range(8):
+        if inner := module.inside(one) if one.op == "fusion" else None:
+            owner, one = inner, inner.root
+        elif one.op in _PASSED and one.operands[0] in owner.by_name:
+            one = owner.by_name[one.operands[0]]
+    return one.op == "dynamic-update-slice"
+
+
+_PASSED = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "transpose")
 
 
 def _overlapped(module: Module, computation: Computation, index: int) -> bool:
@@ -96,7 +116,12 @@ def _seconds(kind, size, groups, topology: Topology, coordinates) -> float:
     if len(members) < 2:
         return 0.0
     share = (len(members) - 1) / len(members)
-    wire = {"all-reduce": 2 * size * share, "collective-permute": size, "collective-broadcast": size}.get(kind, size * share)
+    wire = {
+        "all-reduce": 2 * size * share,
+        AS_REDUCE: 2 * size * share,
+        "collective-permute": size,
+        "collective-broadcast": size,
+    }.get(kind, size * share)
     if kind == "collective-permute":
         return wire / topology.chip.link
     return wire / _bandwidth(members, topology, coordinates)
