@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import jaxformer as jf
 from jaxformer.plan import __main__ as command
 from jaxformer.plan import formula, record
 from jaxformer.plan.topology import GIB
@@ -38,15 +39,15 @@ def test_a_training_step_for_four_chips(capsys):
     local = found.parameters * 4 / 4
     assert step.memory["parameters"] == pytest.approx(local, rel=0.05)  # 5%: norms are padded to whole tiles
     assert step.memory["optimizer"] == pytest.approx(2 * step.memory["parameters"], rel=0.01)
-    assert {"parameters", "optimizer"} & {buffer.kind for buffer in step.largest}
-    assert any("embedding.token" in buffer.name for buffer in step.largest)
+    of_parameters = {
+        b.name.removeprefix("mu.").removeprefix("nu.") for b in step.largest if b.kind in ("parameters", "optimizer")
+    }
+    assert of_parameters and of_parameters <= {path for path, _ in jf.spec.walk(jf.model.spec(_model()))}
     weights, attention = step.model_flops - step.attention_flops, 2 * step.attention_flops  # masked scores are computed too
     head = 6 * step.tokens / 4 * 1024 * 256
-    # Recomputed in the backward pass: blocks (but for their last product), and the logits, in chunks. 1%: norms are in N.
+    # Recomputed in the backward pass: blocks, but for their last product. 2e-3: norms are in N, and multiply nothing.
     last = 2 * step.tokens / 4 * 4 * 512 * 256
-    assert step.hardware_flops == pytest.approx(
-        weights + attention + (weights - head + attention) / 3 - last + head / 3, rel=0.01
-    )
+    assert step.hardware_flops == pytest.approx(weights + attention + (weights - head + attention) / 3 - last, rel=2e-3)
     gathers = next(c for c in step.collectives if c.kind == "all-gather")
     assert gathers.runs > gathers.count, "some are in the loop over layers"
     assert step.time.compute > 0 and step.time.estimate >= step.time.compute
@@ -68,8 +69,8 @@ def _model():
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_and_changed(capsys):
-    """Scores of 8 × 8,192 × 8,192 a head and device, kept for every layer."""
-    big = ["--model.max-length", "8192", "--data.length", "8192", "--data.batch-size", "16", "--model.remat", "none"]
+    """Scores of 6 × 8,192 × 8,192 a head and device, kept for every layer."""
+    big = ["--model.max-length", "8192", "--data.length", "8192", "--data.batch-size", "24", "--model.remat", "none"]
     found = plan(*big, capsys=capsys)
     (step,) = found.programs
     assert not found.fits and step.needed_bytes > step.available_bytes == int(15.75 * GIB)

@@ -42,7 +42,7 @@ def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> Program
         "temporaries": _temporaries(cfg, rows // train.microbatches, length, train.loss_chunk, mesh),
     }
     flops = formula.training(cfg, rows, length, config.data.source_length if cfg.encoder_layers else 0)
-    done = _done(cfg, flops, train.loss_chunk, rows * length) / topology.count
+    done = _done(cfg, flops, train.loss_chunk is not None and train.loss_chunk < length, rows * length) / topology.count
     # Parameters are read and written by the optimizer with its two moments, and read in the compute dtype by each microbatch.
     traffic = 7 * params + train.microbatches * (3 * params / 2 + 3 * sizes["activations"])
     used = _collectives(config, cfg, mesh, topology, rows * length)
@@ -97,12 +97,12 @@ def _plan(name, sizes, tokens, flops, done, traffic, used, topology: Topology) -
     )
 
 
-def _done(cfg: ModelConfig, flops: formula.ModelFlops, chunk: int | None, tokens: int) -> float:
+def _done(cfg: ModelConfig, flops: formula.ModelFlops, chunked: bool, tokens: int) -> float:
     """FLOPs of all devices with what is computed again, and masked scores too."""
     head = 2.0 * tokens * cfg.vocab_size * cfg.d_model
     attention = flops.attention * (2 if cfg.causal else 1)
     again = {"none": 0.0, "dots": attention / 3, "full": (flops.weights - 3 * head) / 3 + attention / 3}[cfg.remat]
-    return flops.weights + attention + again + (head if chunk else 0.0)
+    return flops.weights + attention + again + (head if chunked else 0.0)
 
 
 def _logits(cfg: ModelConfig, rows: float, mesh: Mesh) -> float:
