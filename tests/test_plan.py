@@ -12,7 +12,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.plan import __main__ as command
-from jaxformer.plan import advise, arithmetic, count, formula, hlo, memory, network, record, topology
+from jaxformer.plan import advise, arithmetic, count, formula, hlo, memory, names, network, record, topology
 from jaxformer.sharding import MeshConfig
 from jaxformer.training.step import init_state, make_update
 from tests import tiny
@@ -251,6 +251,20 @@ def test_memory_is_that_of_the_fullest_moment():
     kinds = {(buffer.kind, buffer.name): buffer.bytes for buffer in later.buffers}
     assert kinds.pop(("gradients", "mlp.up")) == 4096 and later.gaps == 20480 - 8192 - 2 * 4096
     assert ("activations", "decoder/mlp/dot_general") in kinds
+
+
+def test_an_activation_is_told_by_its_shape():
+    """Where D = T and L is the number of heads, only the order of axes tells stacked outputs of blocks from weights."""
+    named = {
+        "decoder.0.attention.weights": (4, 32, 1, 64, 64),
+        "decoder.0.out": (4, 64, 64),
+        "decoder.0.mlp.hidden": (4, 64, 96),
+    }
+    tell = names.Names(hlo.read(TEXT), {}, named, {})._activation
+    assert tell("broadcast.95", "bf16[32,4,64,64]{3,2,1,0}") == "of the shape of decoder.*.out"
+    assert tell("reshape.7", "bf16[4,32,64,64]{3,2,1,0}") == "of the shape of decoder.*.attention.weights"
+    assert tell("decoder/mlp/dot_general", "bf16[32,4,96,64]{3,2,1,0}") == "decoder.*.mlp.hidden (dot_general)"
+    assert tell("decoder/attention/dot_general", "bf16[32,4,96,64]{3,2,1,0}") == "decoder/attention/dot_general"
 
 
 # Chips

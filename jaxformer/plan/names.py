@@ -39,7 +39,9 @@ class Names:
         self.module, self.instructions = module, instructions
         self.named: dict[tuple[int, ...], list[str]] = {}
         for name, dims in named.items():
-            self.named.setdefault(tuple(sorted(n for n in dims if n > 1)), []).append(name)
+            exact = tuple(n for n in dims if n > 1)
+            for key in {exact, tuple(sorted(exact))}:
+                self.named.setdefault(key, []).append(name)
         self.parameters: dict[tuple[int, ...], list[str]] = {}
         for name, dims in whole.items():
             self.parameters.setdefault(tuple(n for n in dims if n > 1), []).append(name)
@@ -87,19 +89,17 @@ class Names:
         return Buffered(size, kind, self._activation(clean(path) or values[0].name, shape), _plain(shape))
 
     def _activation(self, name: str, shape: str) -> str:
-        """The named activation that this must be, where there is one of this shape in its scope."""
-        dims = tuple(sorted(_essence(shape)))
-        for stacked in (dims, *(dims[:i] + dims[i + 1 :] for i in range(len(dims)))):
-            for known in self.named.get(stacked, ()):
-                scope = [part for part in known.split(".")[:-1] if not part.isdigit()]
-                if (
-                    scope
-                    and "/".join(scope) == "/".join(name.split("/")[: len(scope)])
-                    and len(name.split("/")) == len(scope) + 1
-                ):
-                    return f"{_every(known)} ({name.split('/')[-1]})"
-            if re.fullmatch(r"[\w\-]+\.\d+(\{\d+\})?", name) and stacked in self.named:  # XLA's own name, which tells nothing
-                return f"of the shape of {_every(self.named[stacked][-1])}"
+        """The named activation that this must be, where there is one of this shape in its scope; layers may be stacked, and
+        axes in another order."""
+        dims = _essence(shape)
+        ordered = tuple(sorted(dims))
+        forms = (dims, dims[1:], ordered, *(ordered[:i] + ordered[i + 1 :] for i in range(len(ordered))))
+        *scope, last = name.split("/")
+        for known in (known for form in forms for known in self.named.get(form, ())):
+            if scope and scope == [part for part in known.split(".")[:-1] if not part.isdigit()]:
+                return f"{_every(known)} ({last})"
+            if re.fullmatch(r"[\w\-]+\.\d+(\{\d+\})?", name):  # XLA's own name, which tells nothing
+                return f"of the shape of {_every(known)}"
         return name
 
     def _made(self, value: str, depth: int = 0) -> str:
