@@ -97,7 +97,7 @@ def place(config: run.Config, abstract: Any) -> Placement:
     make = lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
     if config.mesh == MeshConfig():
         return PLACEMENTS[train.parallel](make)
-    return on_mesh(make, abstract, cfg, config.mesh.make(), train.microbatches)
+    return on_mesh(make, abstract, cfg, config.mesh.make(), train.microbatches, config.mesh.offload)
 
 
 def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
-from jaxformer.parts import Experts, Latent
+from jaxformer.parts import Experts, Latent, RopeScaling
 
 
 def _preset(defaults: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
@@ -110,6 +110,24 @@ def llama3_8b(**fields) -> ModelConfig:
     """LLaMA-3 8B: GQA, RoPE base 500,000."""
     sizes = {"vocab_size": 128_256, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14_336}
     return llama(**{**sizes, "max_length": 8192, "rope_theta": 500_000.0, **fields})
+
+
+def llama2_70b(**fields) -> ModelConfig:
+    """LLaMA-2 70B: GQA."""
+    sizes = {"d_model": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28_672}
+    return llama2_7b(**{**sizes, **fields})
+
+
+def llama3_1_8b(**fields) -> ModelConfig:
+    """LLaMA-3.1 8B: LLaMA-3 with its RoPE scaled for a context of 131,072."""
+    scaling = RopeScaling("llama3", factor=8.0, original_length=8192)
+    return llama3_8b(**{"max_length": 131_072, "rope_scaling": scaling, **fields})
+
+
+def llama3_1_70b(**fields) -> ModelConfig:
+    """LLaMA-3.1 70B."""
+    sizes = {"d_model": 8192, "n_layers": 80, "n_heads": 64, "d_ff": 28_672}
+    return llama3_1_8b(**{**sizes, **fields})
 
 
 def llama3_2_1b(**fields) -> ModelConfig:

@@ -56,6 +56,8 @@ class MeshConfig(Strict):
     """Devices that heads, feed-forward width and vocabulary are spread over."""
     slices: int = 1
     """Groups of devices that only a slow network joins (of TPUs, slices; else machines): data alone goes over it."""
+    offload: bool = False
+    """Whether the optimizer's state waits in the memory of the hosts from one update to the next."""
 
     def __post_init__(self):
         super().__post_init__()

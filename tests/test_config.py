@@ -19,7 +19,8 @@ from jaxformer.run import write_run
 CFG = tiny.PRESETS["llama_gqa"]
 SIZES = {"vocab_size": 11, "d_model": 8, "n_layers": 2, "n_heads": 4}
 FULL_SIZE = ["transformer_base", "transformer_big", "decoder_2017", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
-FULL_SIZE += ["llama2_7b", "llama3_8b", "llama3_2_1b", "qwen2_5_0_5b", "qwen3_0_6b", "mistral_7b"]
+FULL_SIZE += ["llama2_7b", "llama2_70b", "llama3_8b", "llama3_1_8b", "llama3_1_70b", "llama3_2_1b"]
+FULL_SIZE += ["qwen2_5_0_5b", "qwen3_0_6b", "mistral_7b"]
 
 
 def test_frozen_and_hashable():

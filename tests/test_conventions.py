@@ -37,6 +37,7 @@ LAYERS = [
     ["hf"],
     ["pretrained"],
     ["sample"],
+    ["plan"],
 ]
 """A file imports only from rooms above its own in this list, or from its own."""
 ROOM = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -150,6 +150,21 @@ def test_states_are_born_and_restored_on_their_shards():
     assert like.params["embedding"]["token"].sharding == where.params["embedding"]["token"]
 
 
+def test_an_optimizer_state_in_the_hosts_memory_is_the_same():
+    cfg, config = model("llama_gqa"), MESHES["fsdp"]
+    make = functools.partial(fresh, cfg)
+    given = (lambda axis: make_update(cfg, OPTIM, STEPS)), jax.eval_shape(make), cfg, config.make()
+    near, far = on_mesh(*given), on_mesh(*given, offload=True)
+    states = [placement.begin(make) for placement in (near, far)]
+    for seed in range(2):
+        batch = tiny.batch(cfg, 8, length=8, seed=seed)
+        states = [p.step(state, p.put_batch(batch))[0] for p, state in zip((near, far), states, strict=True)]
+        kinds = [{leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} for state in states]
+        assert kinds == [{"device"}, {"pinned_host"}]
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(states[1].params)} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.opt_state) for s in states))
+
+
 # Generating
 
 

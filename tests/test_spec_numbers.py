@@ -245,6 +245,8 @@ def test_rope_matrices_of_two_positions_make_that_of_their_distance(layout):
         ("gpt2_xl", 1_557_611_200),
         ("llama2_7b", 6_738_415_616),
         ("llama3_8b", 8_030_261_248),
+        ("llama2_70b", 68_976_648_192),
+        ("llama3_1_70b", 70_553_706_496),
         ("llama3_2_1b", 1_235_814_400),
         ("qwen2_5_0_5b", 494_032_768),
         ("qwen3_0_6b", 596_049_920),

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer import processes
-from jaxformer.sharding import ROWS
+from jaxformer.sharding import ROWS, MeshConfig
 
 AXIS = "data"
 
@@ -48,15 +48,22 @@ class Placement:
 def jit(make_update: Callable[[str | None], Callable], devices: list | None = None) -> Placement:
     """State replicated, rows sharded over ``devices`` (all of them unless given); XLA adds the sums over devices."""
     mesh = rows_mesh(devices)
-    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(AXIS))
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(ROWS))
+    step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(whole, whole))
+    # Kernels that XLA cannot spread by itself go by the mesh that is set.
+    within = (lambda: jax.set_mesh(mesh)) if mesh.size > 1 else contextlib.nullcontext
 
     def put_batch(batch):
         own, count = row_blocks(mesh)
         check_rows(len(batch["tokens"]) * count // len(own), mesh.size)
         return put_rows(batch, {name: rows for name in batch}, own, count)
 
+    def run(state, batch):
+        with within():
+            return step(state, batch)
+
     return Placement(
-        step=jax.jit(make_update(None), donate_argnums=0, out_shardings=(whole, whole)),
+        step=run,
         put_state=lambda state: processes.put(state, whole),
         begin=lambda fresh, params=None: processes.put(fresh(params=params), whole),
         like=lambda state: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state),
@@ -65,6 +72,7 @@ def jit(make_update: Callable[[str | None], Callable], devices: list | None = No
         put_evaluation=put_batch,
         get_metrics=lambda metrics: {name: float(value) for name, value in metrics.items()},
         compile=lambda function: jax.jit(function, out_shardings=whole),
+        within=within,
     )
 
 
@@ -99,8 +107,8 @@ PLACEMENTS = {"jit": jit, "pmap": pmap}
 
 
 def rows_mesh(devices: list | None = None) -> Mesh:
-    """One axis, of ``devices`` or all there are, over which rows are spread."""
-    return Mesh(np.asarray(devices or jax.devices()), (AXIS,))
+    """``devices``, or all there are, with rows of a batch on each."""
+    return MeshConfig().make(devices)
 
 
 def check_rows(rows: int, count: int) -> None:
@@ -113,7 +121,7 @@ def check_rows(rows: int, count: int) -> None:
 
 def row_blocks(mesh: Mesh) -> tuple[list[int], int]:
     """Into how many blocks a batch's rows are cut on ``mesh``, and the numbers of those that this process's devices hold."""
-    axes = [mesh.shape[name] if name in (AXIS, *ROWS) else 1 for name in mesh.axis_names]
+    axes = [mesh.shape[name] if name in ROWS else 1 for name in mesh.axis_names]
     count = math.prod(axes)
     block = np.broadcast_to(np.arange(count).reshape(axes), mesh.devices.shape)
     own = [number for number, device in zip(block.flat, mesh.devices.flat, strict=True) if device in mesh.local_devices]

@@ -15,12 +15,15 @@ from jaxformer.nn import model
 from jaxformer.parallel.data import Placement, put_rows, row_blocks
 from jaxformer.sharding import ACTIVATIONS, ROWS, place, shardings
 
+HOST = "pinned_host"
+"""JAX's name of the memory of hosts that devices reach."""
 LETTERS = {"source": "BS", "source_valid": "BS"}
 """Of a batch's entries; all others are [B, T]."""
 
 
-def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
-    """Of a (perhaps abstract) ``TrainState``: the optimizer's moments lie where their parameters do."""
+def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh, offload: bool = False) -> Any:
+    """Of a (perhaps abstract) ``TrainState``: the optimizer's moments lie where their parameters do; offload: in their hosts'
+    memory. Raises ValueError where the devices' hosts have none that they could reach."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = shardings(model.spec(cfg), cfg, mesh)
     paths = {tuple(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
@@ -31,23 +34,54 @@ def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
         return next((found for found in ends if found is not None and leaf.ndim == len(found.spec)), whole)
 
     moments = jax.tree.map_with_path(like_its_parameter, state.opt_state)
+    if offload:
+        kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+        if HOST not in kinds:
+            raise ValueError(f"mesh.offload needs {HOST} memory; a {mesh.devices.flat[0].device_kind} has {', '.join(kinds)}")
+        moments = jax.tree.map(lambda at, x: at.with_memory_kind(HOST) if x.ndim else at, moments, state.opt_state)
     return dataclasses.replace(state, step=whole, params=params, opt_state=moments, key=whole)
 
 
+def batch_shardings(batch: Any, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Of a (perhaps abstract) batch: rows and positions spread."""
+    letters = {name: LETTERS.get(name, "BT") for name in batch}
+    return {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
+
+
+def jitted(update: Callable, where: Any, mesh: Mesh) -> Any:
+    """``update`` of states that lie ``where``; their buffers are reused. What lies in a host's memory comes and goes."""
+    away = [at.memory_kind == HOST for at in jax.tree.leaves(where)]
+
+    def fetched(state, batch):
+        leaves, tree = jax.tree.flatten(state)
+        ends = zip(leaves, jax.tree.leaves(where), away, strict=True)
+        near = [jax.device_put(x, at.with_memory_kind("device")) if far else x for x, at, far in ends]
+        return update(jax.tree.unflatten(tree, near), batch)
+
+    step = fetched if any(away) else update
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, PartitionSpec())))
+
+
 def on_mesh(
-    make_update: Callable[[str | None], Callable], abstract: Any, cfg: ModelConfig, mesh: Mesh, microbatches: int = 1
+    make_update: Callable[[str | None], Callable],
+    abstract: Any,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    microbatches: int = 1,
+    offload: bool = False,
 ) -> Placement:
-    """The placement of states of the shapes ``abstract``, and of batches for them. microbatches: those of the update."""
-    where = state_shardings(abstract, cfg, mesh)
+    """The placement of states of the shapes ``abstract``, and of batches for them. microbatches: those of the update;
+    offload: see ``MeshConfig``."""
+    where = state_shardings(abstract, cfg, mesh, offload)
+    step = jitted(make_update(None), where, mesh)
     whole = NamedSharding(mesh, PartitionSpec())
-    step = jax.jit(make_update(None), donate_argnums=0, out_shardings=(where, whole))
 
     def put_batch(batch, microbatches=microbatches):
         own, count = row_blocks(mesh)
         sizes = {name: (len(x) * count // len(own), *x.shape[1:]) for name, x in batch.items()}  # of all processes together
-        check_batch({name: jax.ShapeDtypeStruct(shape, batch[name].dtype) for name, shape in sizes.items()}, mesh, microbatches)
-        placed = {name: place(LETTERS.get(name, "BT"), shape, ACTIVATIONS, mesh) for name, shape in sizes.items()}
-        return put_rows(batch, {name: NamedSharding(mesh, spec) for name, spec in placed.items()}, own, count)
+        abstract = {name: jax.ShapeDtypeStruct(shape, batch[name].dtype) for name, shape in sizes.items()}
+        check_batch(abstract, mesh, microbatches)
+        return put_rows(batch, batch_shardings(abstract, mesh), own, count)
 
     def begin(fresh, params=None):
         """Each tensor is made on its shards: no device ever holds the whole."""
