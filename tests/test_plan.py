@@ -405,7 +405,7 @@ def test_trying_stops_with_the_budget():
     config = jf.Config(model=tiny.PRESETS["llama_mha"], mesh=MeshConfig(data=8))
     mesh = {"data": 8, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     where = topology.parse("gpu:8xA100")
-    step = arithmetic.training_step(config, config.mesh.make([object() for _ in range(8)]), where)
+    step = arithmetic.training_step(config, config.mesh.make(jax.devices()), where)
     slow, told = dataclasses.replace(step, compile_seconds=100.0), []
     assert advise.search(config, mesh, [slow], lambda config: [slow], 50.0, told.append) == ()
     assert "--budget 50" in told[0]

@@ -32,7 +32,8 @@ def plan(*arguments, capsys):
 
 
 def test_a_training_step_for_four_chips(capsys):
-    found = plan("--model.remat", "full", capsys=capsys)
+    plain = ["--model.attention-kernel", "xla", "--model.position", "none"]  # rotary pairs cost products on TPUs
+    found = plan("--model.remat", "full", *plain, capsys=capsys)
     (step,) = found.programs
     assert found.by == "compiler" and found.fits and found.devices == 4
     assert sum(step.memory.values()) == step.needed_bytes < step.available_bytes
@@ -52,6 +53,13 @@ def test_a_training_step_for_four_chips(capsys):
     assert gathers.runs > gathers.count, "some are in the loop over layers"
     assert step.time.compute > 0 and step.time.estimate >= step.time.compute
     assert 0 < step.time.mfu <= step.time.compute_mfu < 1
+
+
+def test_a_tpu_gets_its_kernel(capsys):
+    (step,) = plan("--model.remat", "full", "--model.save", "attention.mixed", capsys=capsys).programs
+    assert any("splash_mha_fwd" in note and "splash_mha_dq" in note for note in step.notes)
+    # Of the half that is not masked: 2 products forward, 7 backward in two kernels.
+    assert step.kernel_flops == pytest.approx(step.attention_flops / 6 * 9, rel=0.01)
 
 
 def test_generation_for_four_chips(capsys):

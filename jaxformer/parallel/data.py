@@ -5,6 +5,7 @@ hold (``own_rows``), whichever those are.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -58,6 +59,7 @@ def jit(make_update: Callable[[str | None], Callable], devices: list | None = No
         check_rows(len(batch["tokens"]) * count // len(own), mesh.size)
         return put_rows(batch, {name: rows for name in batch}, own, count)
 
+    @functools.wraps(step)
     def run(state, batch):
         with within():
             return step(state, batch)

@@ -9,7 +9,6 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import tyro
@@ -128,10 +127,16 @@ def _preset(name: str, count: int, arguments: list[str]) -> tuple[run.Config, tu
     return config, stated
 
 
+class _StandIn:
+    """A device as far as a mesh has to know of it, before any topology is asked for."""
+
+    platform, process_index, device_kind = "", 0, ""
+
+
 def make(name: str, asked: Asked, where: topology.Topology, stated: tuple[str, ...], told: Console) -> Plan:
     """The plan. Raises ValueError before compiling for a mesh or a batch that does not fit the devices."""
     config = run.Config(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(run.Config)})
-    stand_ins: list = [SimpleNamespace(platform="", process_index=0) for _ in range(where.count)]
+    stand_ins: list = [_StandIn() for _ in range(where.count)]
     mesh = config.mesh.make(stand_ins)
     programs.check(config, mesh, asked.decode)
     devices = topology.devices(where) if where.is_tpu else stand_ins
