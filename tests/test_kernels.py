@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxformer as jf
 from jaxformer.nn import inputs, kernels, splash
 from jaxformer.nn.kernels import Site
+from jaxformer.nn.mask import Places
+from jaxformer.plan import topology
+from jaxformer.plan.compile import not_cached
 from jaxformer.sharding import MeshConfig
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
@@ -212,3 +216,37 @@ def test_whole_models_by_splash(form):
 def test_the_readme_has_the_table():
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
     assert kernels.table() in readme
+
+
+def _can(site):
+    return kernels.LIMITS["splash"](site) is None
+
+
+COMPILED = [name for name, fields in kernels.FEATURES.items() if _can(dataclasses.replace(kernels.TYPICAL, **fields))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", COMPILED)
+def test_splash_compiles_for_tpus(feature):
+    """Everything that the table says of it, forward and backward, for four chips."""
+    pytest.importorskip("libtpu")
+    site = dataclasses.replace(kernels.TYPICAL, **kernels.FEATURES[feature])
+    queries, keys = site.queries // 4, site.keys // 4
+    config = MeshConfig(context=4) if site.shards == 4 else MeshConfig(tensor=2, fsdp=2)
+    mesh = config.make(topology.devices(topology.parse("v5e:2x2")))
+    cfg = dataclasses.replace(CFG, window=site.window, causal=site.causal, attention_softcap=site.softcap)
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    draw = lambda *shape: jax.ShapeDtypeStruct(shape, site.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    q, k = draw(2, 2, 2, queries, site.key_width), draw(2, 2, keys, site.key_width)
+    v = draw(2, 2, keys, site.value_width)
+
+    def loss(q, k, v, ids):
+        def at(length):
+            order, own = jnp.arange(length)[None], ids[:, :length]
+            return Places(order, order, own if site.segments else None, own > 0 if site.padding else None, ordered=True)
+
+        return kernels.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh), not_cached():
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v, ids).compile()
+    assert program.as_text().count("tpu_custom_call") >= 3, "forward, and two of the backward pass"

@@ -30,7 +30,7 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
     with tempfile.TemporaryDirectory(prefix="plan") as name:
         folder, refusal = Path(name), ""
         try:
-            with _not_cached():
+            with not_cached():
                 lowered.compile(compiler_options={"xla_dump_to": name})
         except jax.errors.JaxRuntimeError as error:
             # Where a jaxlib cannot read what a newer libtpu has compiled, the dump is whole all the same.
@@ -54,7 +54,7 @@ def _dumped(folder: Path, stage: str) -> str:
 
 
 @contextlib.contextmanager
-def _not_cached() -> Iterator[None]:
+def not_cached() -> Iterator[None]:
     """What is compiled inside does not go to the compilation cache: what comes from there leaves no dump."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
