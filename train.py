@@ -20,7 +20,7 @@ from jaxformer.parallel.data import PLACEMENTS, Placement, own_rows, rows_mesh
 from jaxformer.parallel.mesh import on_mesh
 from jaxformer.sharding import MeshConfig, table
 from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.report import Report, placements, results
+from jaxformer.training.report import Report, listen, placements, results
 from jaxformer.training.step import init_state, make_evaluate, make_update
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
@@ -115,6 +115,7 @@ def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
 def announce(console, config: run.Config, corpus: dict[str, int], changes: list[str], start: int) -> None:
     """What is about to happen."""
     cfg = config.model
+    listen(console)
     console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, config.mesh.make()))

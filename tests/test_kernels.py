@@ -189,6 +189,18 @@ def test_what_a_kernel_cannot_do_is_refused_when_named_and_plain_by_itself(kerne
     assert kernels.choose(CFG, site) == "xla"
 
 
+def test_auto_says_what_it_takes(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "platform", lambda: "tpu")
+    kernels._tell.cache_clear()
+    caplog.set_level("INFO")
+    for site in (GOOD, dataclasses.replace(GOOD, ordered=False), dataclasses.replace(GOOD, dropout=True), GOOD):
+        kernels.choose(CFG, site)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "attention: splash"),
+        ("WARNING", "attention: plain XLA, which is slower: splash makes no weights that dropout could act on"),
+    ]
+
+
 def test_a_cpu_computes_by_plain_xla():
     assert kernels.choose(CFG, GOOD) == "xla"
 

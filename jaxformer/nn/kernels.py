@@ -6,6 +6,8 @@ refused. ``table`` is the whole of what each can.
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ from jaxformer.nn.attend import attend
 from jaxformer.nn.mask import Places, visible
 from jaxformer.nn.named import label, listening
 from jaxformer.sharding import current, partitioned, platform
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,20 @@ def choose(cfg: ModelConfig, site: Site) -> str:
             raise ValueError(f"attention_kernel={named!r} {why}; 'auto' computes this with plain XLA")
         return named
     own = OF_PLATFORM.get(platform(), "xla")
+    why = LIMITS[own](site)
+    if own != "xla" and site.ordered:  # that caches are read by plain XLA is no news
+        _tell(own, why)
     # Whoever listens may want the weights, which only plain XLA makes.
-    return "xla" if listening() or LIMITS[own](site) else own
+    return "xla" if listening() or why else own
+
+
+@functools.cache
+def _tell(kernel: str, why: str | None) -> None:
+    """Says once what "auto" takes, and why not the device's own."""
+    if why is None:
+        log.info("attention: %s", kernel)
+    else:
+        log.warning("attention: plain XLA, which is slower: %s %s", kernel, why)
 
 
 def mix(

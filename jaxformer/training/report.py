@@ -1,6 +1,7 @@
 """What a person sees of a run, and what stays of it: progress bar, metrics.jsonl, TensorBoard events, loss.png."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +19,13 @@ from jaxformer import processes
 
 PLAIN_EVERY = 10.0
 """Seconds between lines where the output is not a terminal and a bar would be noise."""
+
+
+def listen(console: Console) -> None:
+    """Shows there what the library has to say while it works, such as which kernel computes attention."""
+    log = logging.getLogger("jaxformer")
+    log.handlers = [RichHandler(console=console, show_time=False, show_path=False, show_level=False)]
+    log.setLevel(logging.INFO)
 
 
 class Report:
