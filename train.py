@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxformer import data, evaluate, pretrained, processes, run
 from jaxformer import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel.data import PLACEMENTS, Placement, own_rows, rows_mesh
-from jaxformer.parallel.mesh import on_mesh
+from jaxformer.parallel.mesh import check_batch, on_mesh
 from jaxformer.sharding import MeshConfig, table
 from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.report import Report, listen, placements, results
+from jaxformer.training.report import Report, placements, results, show_log
 from jaxformer.training.step import init_state, make_evaluate, make_update
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
@@ -36,11 +37,12 @@ def main(config: run.Config) -> None:
     train = config.train
     if not cfg.encoder_layers:
         tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
-    processes.agree("text or tokenizer", (tok.content_hash, corpus.summary, corpus.validation_bytes))
+    processes.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
     processes.agree("configuration", config)
+    check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
 
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
-    placement = place(config, abstract := jax.eval_shape(fresh))
+    placement = place(config, mesh, abstract := jax.eval_shape(fresh))
     checkpoints = Checkpoints(directory / "checkpoints", train.keep)
     restored = checkpoints.restore(placement.like(abstract))
     start = 0 if restored is None else int(restored.step)
@@ -53,8 +55,8 @@ def main(config: run.Config) -> None:
     compiled = placement.compile(make_evaluate(cfg))
     score: dict[str, float] = {}
     report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
-    with report, processes.stopping() as stop, placement.within():
-        announce(report.console, config, corpus.summary, changes, start)
+    with checkpoints, report, processes.stopping() as stop, placement.within():
+        announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
@@ -64,23 +66,24 @@ def main(config: run.Config) -> None:
                 held_out = map(placement.put_evaluation, corpus.validation)
                 score = evaluate.validation(compiled, whole.params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
+                checkpoints.save(whole, score.get("loss"))
                 if train.sample_tokens:
                     report.sample(step, *sample(whole.params, config, corpus))
-                checkpoints.save(whole, score.get("loss"))
             if stop():
                 break
-    whole = placement.get_state(state)
-    checkpoints.save(whole)  # nothing to do unless stopped between evaluations
-    checkpoints.wait()
-    if int(whole.step) < train.steps:
+        whole = placement.get_state(state)
+        checkpoints.save(whole)  # nothing to do unless stopped between evaluations
+        checkpoints.wait()
+        is_done = int(whole.step) == train.steps
+        if is_done and corpus.test_pairs:
+            score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
+        best = checkpoints.best_step()
+    if is_done:
+        results(report.console, train.steps, directory, score, best, time.perf_counter() - began)
+    else:
         report.console.print(
             f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there."
         )
-    else:
-        if corpus.test_pairs:
-            score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
-        results(report.console, train.steps, directory, score, checkpoints.best_step(), time.perf_counter() - began)
-    checkpoints.close()
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
@@ -90,14 +93,14 @@ def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, r
     return placement.begin(fresh, read(placement.like(abstract).params) if read else None)
 
 
-def place(config: run.Config, abstract: Any) -> Placement:
+def place(config: run.Config, mesh: Mesh, abstract: Any) -> Placement:
     """The update, compiled for the devices."""
     cfg, train = config.model, config.train
     options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")}
     make = lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
     if config.mesh == MeshConfig():
         return PLACEMENTS[train.parallel](make)
-    return on_mesh(make, abstract, cfg, config.mesh.make(), train.microbatches, config.mesh.offload)
+    return on_mesh(make, abstract, cfg, mesh, train.microbatches, config.mesh.offload)
 
 
 def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
@@ -112,13 +115,13 @@ def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
     return f"sample, temperature {train.temperature}", text
 
 
-def announce(console, config: run.Config, corpus: dict[str, int], changes: list[str], start: int) -> None:
+def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], changes: list[str], start: int) -> None:
     """What is about to happen."""
     cfg = config.model
-    listen(console)
+    show_log(console)
     console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
     if config.mesh != MeshConfig():
-        placements(console, table(model.spec(cfg), cfg, config.mesh.make()))
+        placements(console, table(model.spec(cfg), cfg, mesh))
     console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
         console.print(f"going on from step {start} in {config.run_dir}")

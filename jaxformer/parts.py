@@ -11,6 +11,9 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 """Feed-forwards that may be experts."""
 BALANCING = ("dispatch", "capacity", "balance_loss", "z_loss", "balance_rate")
 """Fields of ``Experts`` for training alone."""
+HOW = ("scan", "remat", "save", "attention_kernel")
+"""Fields of a model that say how it is computed, and change nothing that it is."""
+DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The published architectures, each a function that gives a ``ModelConfig``. Every field can be overridden by keyword."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from jaxformer.component import nearest
@@ -191,3 +193,10 @@ def deepseek_v3(**fields) -> ModelConfig:
         balance_rate=0.001,
     )
     return llama(**{**sizes, **choices, "latent": latent, "experts": experts, **fields})
+
+
+WITH_SIZES: dict[str, Callable[..., ModelConfig]] = {
+    name: f for name, f in list(globals().items()) if inspect.isfunction(f) and f.__module__ == __name__ and name[0] != "_"
+}
+"""Presets that need no fields, by name."""
+del WITH_SIZES["llama"]

@@ -14,10 +14,10 @@ from jaxformer.hf.fields import read_json
 from jaxformer.hf.hub import GENERATION, carry, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
-from jaxformer.parts import BALANCING
+from jaxformer.parts import BALANCING, DROPOUTS, HOW
 from jaxformer.training.checkpoint import Checkpoints
 
-OWN = ("dtype", "param_dtype", "scan", "remat", "attention_dropout", "residual_dropout", "embedding_dropout")
+OWN = ("dtype", "param_dtype", *HOW, *DROPOUTS)
 """Fields that a run chooses for itself, whatever model it goes on from; with experts of its own, how they are balanced too."""
 
 

@@ -119,6 +119,9 @@ def _refuse_strangers() -> None:
     tasks = os.environ.get("SLURM_NTASKS", "1") if "SLURM_PROCID" in os.environ else "1"
     if tasks != "1" and "SLURM_STEP_ID" in os.environ:
         raise ValueError(f"Slurm runs {tasks} of this process: give --distributed.auto, or each would train for itself")
+    ranks = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(f"Open MPI runs {ranks} of this process: give --distributed.auto, or each would train for itself")
     if jax.process_count() > 1:
         raise ValueError(f"this is one of {jax.process_count()} machines of a TPU pod: give --distributed.auto on each")
 
@@ -129,11 +132,11 @@ def _end(error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         _say(f"{error.code}\n" if isinstance(error.code, str) else "")
-    elif _SIGNS.search(str(error)):
-        _say(LOST.format(f"{str(error).splitlines()[0]:.200}") + "\n")
     elif isinstance(error, ValueError | FileNotFoundError | FloatingPointError):
         _say(f"error: {error}\n")
         time.sleep(1)  # what is refused here is refused by all: each says so before this one's end ends it
+    elif _SIGNS.search(str(error)):
+        _say(LOST.format(f"{str(error).splitlines()[0]:.200}") + "\n")
     else:
         _say("".join(traceback.format_exception(error)))
     sys.stdout.flush()

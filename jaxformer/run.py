@@ -17,7 +17,7 @@ from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.data import DataConfig, tokenizer
 from jaxformer.nn import model
-from jaxformer.parts import BALANCING
+from jaxformer.parts import BALANCING, DROPOUTS, HOW
 from jaxformer.processes import DistributedConfig
 from jaxformer.record import Strict, from_dict, to_json, within
 from jaxformer.sharding import MeshConfig
@@ -114,8 +114,7 @@ class Config(Strict):
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that a run fits to its tokenizer."""
-_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
-EXECUTION_FIELDS = ("scan", "remat", "dtype", *_DROPOUTS, "max_length", *(f"experts.{name}" for name in BALANCING))
+EXECUTION_FIELDS = (*HOW, "dtype", *DROPOUTS, "max_length", *(f"experts.{name}" for name in BALANCING))
 """Fields of the model that may change when a run goes on: the function that its parameters define stays the same (another
 max_length of a learned table is another shape, which the checkpoint refuses)."""
 

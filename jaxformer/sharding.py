@@ -30,6 +30,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "R": ("fsdp",),
     "Q": ("fsdp",),
 }
+IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
+"""``PARAMETERS`` of weights that are brought together to be used."""
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "B": ROWS,
     "T": ("context",),
@@ -139,10 +141,7 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 def gathered(kernel: jax.Array, letters: str) -> jax.Array:
     """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
     to move activations instead."""
-    return _constrain(kernel, letters, _IN_USE)
-
-
-_IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
+    return _constrain(kernel, letters, IN_USE)
 
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:

@@ -548,3 +548,15 @@ def test_writes_are_atomic(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         cache.write(path, b"new")
     assert [p.name for p in path.parent.iterdir()] == ["file"] and path.read_bytes() == b"old"
+
+
+def test_other_texts_of_the_same_counts_are_told_apart(tmp_path):
+    """By which processes know that they read the same."""
+
+    def read(name, word):
+        (tmp_path / name).write_text(f"the {word} sat on the mat, and on and on; " * 40)
+        return load(DataConfig(path=str(tmp_path / name), tokenizer="byte", length=8, batch_size=2))
+
+    fox, xof, again = read("a.txt", "fox"), read("b.txt", "xof"), read("c.txt", "fox")
+    assert fox.summary == xof.summary and fox.tokenizer.content_hash == xof.tokenizer.content_hash
+    assert fox.content_hash == again.content_hash != xof.content_hash

@@ -25,7 +25,7 @@ from jaxformer.sharding import MeshConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
-PRESETS = {name: f() for name, f in command.PRESETS.items() if name != "llama"}  # which has no sizes of its own
+PRESETS = {name: f() for name, f in jf.presets.WITH_SIZES.items()}
 
 
 def by_name(found):
@@ -327,7 +327,7 @@ def test_the_command_reads_config_files_and_presets():
     [
         (["gpt3"], "no config file or preset gpt3; did you mean 'gpt2'"),
         (["--batch", "3"], "give a config file or a preset first; presets: decoder_2017"),
-        (["llama"], "llama needs vocab_size"),
+        (["llama"], "no config file or preset llama; did you mean"),
         (["gpt2", "--batch", "0"], "batch=0 must be at least 1"),
         (["gpt2", "--json", "--markdown"], "give one of --markdown, --json"),
         (["gpt2", "--model.n-layer", "3"], "--model.n-layers"),

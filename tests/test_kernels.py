@@ -4,6 +4,7 @@ is tested is the call, which JAX computes by XLA where there is no GPU."""
 import dataclasses
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,17 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxformer as jf
-from jaxformer.nn import inputs, kernels, splash
-from jaxformer.nn.kernels import Site
+from jaxformer.nn import cudnn, inputs, kernels, splash
 from jaxformer.nn.mask import Places
+from jaxformer.nn.site import Site
 from jaxformer.plan import topology
 from jaxformer.plan.compile import not_cached
 from jaxformer.sharding import MeshConfig
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
 LENGTH = 256
-SHAPES = {"mha": (4, 1, 16, 16), "gqa": (2, 2, 16, 16), "mqa": (1, 4, 16, 16), "wide": (2, 1, 64, 64), "uneven": (2, 1, 24, 16)}
+SHAPES = {"mha": (4, 1, 16, 16), "gqa": (2, 2, 16, 16), "mqa": (1, 4, 16, 16), "uneven": (2, 1, 24, 16)}
+SHAPES |= {"64": (2, 1, 64, 64), "80": (1, 1, 80, 80), "256": (1, 1, 256, 256), "192, 128": (1, 1, 192, 128)}
 PADDING = {"right": (0, 200), "left": (57, None), "holes": None}
 CASES = {
     "causal": {},
@@ -38,11 +40,12 @@ CASES = {
     "padded, whole": {"padding": "left", "causal": False},
     "crossing, padded": {"padding": "right", "crossing": True},
     "crossing": {"crossing": True},
+    "crossing to a shorter source": {"crossing": True, "padding": "right", "keys": 128},
 }
 
 
-def places(case, rows=2):
-    rng, length = np.random.default_rng(1), LENGTH
+def places(case, length, rows=2):
+    rng = np.random.default_rng(1)
     segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1) if case.get("segments") else None
     valid = None
     if padding := case.get("padding"):
@@ -54,21 +57,21 @@ def places(case, rows=2):
     return inputs.places("", (rows, length), CFG, segments=segments, valid=valid)
 
 
-def tensors(shape, dtype, rows=2):
+def tensors(shape, dtype, queries, keys, rows=2):
     k, g, width, value = SHAPES[shape]
-    length = LENGTH
     rng = np.random.default_rng(0)
     draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
-    return draw(rows, k, g, length, width), draw(rows, k, length, width), draw(rows, k, length, value)
+    return draw(rows, k, g, queries, width), draw(rows, k, keys, width), draw(rows, k, keys, value)
 
 
 def both(kernel, case, shape="gqa", dtype="float32"):
     """Value and gradients by plain XLA, and by the kernel."""
     own = {name: case[name] for name in ("causal", "window") if name in case}
     cfg = dataclasses.replace(CFG, attention_softcap=case.get("softcap"), **own)
-    at = places(case)
-    query_at = dataclasses.replace(at, valid=None) if case.get("crossing") else at
-    q, k, v = tensors(shape, dtype)
+    keys = case.get("keys", LENGTH)
+    at = places(case, keys)
+    query_at = places({}, LENGTH) if case.get("crossing") else at
+    q, k, v = tensors(shape, dtype, LENGTH, keys)
     weight = jnp.asarray(np.random.default_rng(2).standard_normal((*q.shape[:-1], v.shape[-1])), jnp.float32)
 
     def run(name):
@@ -103,9 +106,18 @@ def test_splash_of_every_shape(shape, dtype):
     check(*both("splash", {}, shape, dtype), dtype)
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in ("softcap", "window of both sides")])
+CUDNN = {name: case for name, case in CASES.items() if name not in ("softcap", "window of both sides")}
+CUDNN["segments and padding"] = {"segments": True, "padding": "holes"}
+
+
+@pytest.mark.parametrize("case", CUDNN)
 def test_the_call_of_cudnn_equals_plain(case):
-    check(*both("cudnn", CASES[case], dtype="bfloat16"), "bfloat16")
+    check(*both("cudnn", CUDNN[case], dtype="bfloat16"), "bfloat16")
+
+
+def test_the_call_of_cudnn_for_other_lengths_and_float16(monkeypatch):
+    monkeypatch.setitem(globals(), "LENGTH", 99)
+    check(*both("cudnn", {"window": 40}, dtype="float16"), "float16")
 
 
 MESHES = {
@@ -147,7 +159,6 @@ def test_folding_shares_causal_work_out_evenly():
 
 REFUSED = {
     "splash": {
-        "cache": ({"ordered": False}, "cache"),
         "relative positions": ({"bias": True}, "bias"),
         "dropout": ({"dropout": True}, "dropout"),
         "packed and padded": ({"segments": True, "padding": True}, "segments or padding"),
@@ -159,7 +170,6 @@ REFUSED = {
         "devices without a mesh": ({"unplaced": True}, "jax.set_mesh"),
     },
     "cudnn": {
-        "cache": ({"ordered": False}, "cache"),
         "relative positions": ({"bias": True}, "bias"),
         "softcap": ({"softcap": 30.0}, "caps none"),
         "dropout": ({"dropout": True}, "dropout"),
@@ -169,6 +179,9 @@ REFUSED = {
         "window of both sides": ({"window": 4, "causal": False}, "causal attention alone"),
         "padded window": ({"window": 4, "padding": True}, "window"),
         "spread": ({"shards": 2}, "2 devices"),
+        "odd and masked": ({"queries": 255, "segments": True}, "even lengths where there is a mask, not 255 queries"),
+        "odd source": ({"keys": 255, "padding": True}, "and 255 keys"),
+        "keys of all heads on each device": ({"heads_apart": True}, "spread over devices as their queries are"),
     },
 }
 GOOD = Site(queries=256, keys=256, key_width=128, value_width=128, dtype="bfloat16")
@@ -187,6 +200,23 @@ def test_what_a_kernel_cannot_do_is_refused_when_named_and_plain_by_itself(kerne
     monkeypatch.setattr(kernels, "platform", lambda: platform)
     assert kernels.choose(CFG, GOOD) == kernel
     assert kernels.choose(CFG, site) == "xla"
+
+
+def test_caches_are_read_by_plain_xla_whatever_is_named(monkeypatch):
+    cached = dataclasses.replace(GOOD, ordered=False)
+    assert {kernels.choose(dataclasses.replace(CFG, attention_kernel=name), cached) for name in kernels.LIMITS} == {"xla"}
+    cfg = dataclasses.replace(tiny.PRESETS["llama_gqa"], attention_kernel="splash", n_layers=1)
+    out = jf.generate(tiny.drawn(cfg), tiny.tokens(cfg, 2, 5), cfg, max_new_tokens=2)
+    assert out.tokens.shape == (2, 2)
+
+
+def test_gpus_of_others_have_no_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "platform", lambda: "gpu")
+    device = SimpleNamespace(client=SimpleNamespace(platform_version="PJRT C API\nrocm 60300"))
+    monkeypatch.setattr(cudnn.jax, "devices", lambda: [device])
+    assert "NVIDIA" in cudnn.limit(GOOD)
+    device.client.platform_version = "PJRT C API\ncuda 12090"
+    assert cudnn.limit(GOOD) is None
 
 
 def test_auto_says_what_it_takes(monkeypatch, caplog):

@@ -105,12 +105,9 @@ MESHES = {
     "experts and more": MeshConfig(expert=2, fsdp=2, data=2),
 }
 CASES = [("llama_gqa", mesh) for mesh in ("fsdp", "tensor", "context")]
-CASES += [("llama_gqa", "three at once"), ("deepseek", "experts and more")]
-SLOW = [(name, "three at once") for name in tiny.PRESETS if (name, "three at once") not in CASES] + [
-    ("deepseek", "experts"),
-    ("llama_gqa", "data"),
-]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+CASES += [(name, "three at once") for name in tiny.PRESETS] + [("deepseek", "experts and more")]
+SLOW = [(name, mesh) for name in tiny.PRESETS for mesh in ("data", "fsdp", "tensor", "context") if (name, mesh) not in CASES]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (*SLOW, ("deepseek", "experts"))]
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)

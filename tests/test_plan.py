@@ -347,6 +347,12 @@ def test_a_plan_by_arithmetic(capsys):
         step.needed_bytes
     )
     assert step.tokens == 32 * 4096 and step.model_flops * 8 == formula.training(jf.presets.llama2_7b(), 32, 4096).total
+    away = plan("llama2_7b", "--topology", "gpu:8xH100", "--mesh.offload", capsys=capsys)
+    assert away.mesh == found.mesh and away.stated == found.stated
+    assert away.programs[0].memory == step.memory | {"optimizer": 0}
+    assert "fsdp over all" in " ".join(found.stated)
+    spread = plan("llama2_7b", "--topology", "gpu:8xH100", "--mesh.tensor", "8", capsys=capsys)
+    assert "fsdp over all" not in " ".join(spread.stated)
     gather = next(c for c in step.collectives if c.kind == "all-gather")
     assert gather.bytes == pytest.approx(2 * found.parameters * 2, rel=1e-3)  # forward and backward, in bfloat16
 
@@ -419,7 +425,7 @@ def test_trying_stops_with_the_budget():
         (["gpt2", "--topology", "v5e:4x4", "--mesh.fsdp", "3"], "a mesh of fsdp 3 does not fit 16 devices"),
         (["gpt2", "--topology", "v5e:4x4", "--data.batch-size", "10"], "the nearest is 16"),
         (["gpt2", "--topology", "v5e:4x4", "--data.length", "2048"], "past model.max_length=1024"),
-        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "does not divide into train.microbatches=3"),
+        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "in 3 microbatches does not divide by 16 devices"),
         (["transformer_base", "--topology", "v5e:4x4", "--decode"], "causal decoders"),
         (["--topology", "v5e:4x4"], "the first argument"),
         (["configs/none.py", "--topology", "v5e:4x4"], "no config file"),

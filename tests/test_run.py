@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer import run
+from jaxformer import evaluate, run
 from jaxformer.data import tokenizer
 from jaxformer.training.report import records
 
@@ -90,6 +90,22 @@ def test_a_prompt_without_ids_is_refused_before_training(main, text, tmp_path, q
     with pytest.raises(ValueError, match="character '@'"):
         main(config(tmp_path / "run", text, {"prompt": "@"}))
     assert not list(records(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_a_batch_that_does_not_fit_the_devices_is_refused_before_anything_is_written(main, text, tmp_path):
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 8 devices.*the nearest is 16"):
+        main(config(tmp_path / "run", text, {"microbatches": 2}, batch_size=12))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_sample_loses_nothing(main, text, tmp_path, monkeypatch, quick_compilation):
+    def fail(*_):
+        raise ZeroDivisionError("sample")
+
+    monkeypatch.setattr(evaluate, "continuation", fail)
+    with pytest.raises(ZeroDivisionError, match="sample"):
+        main(config(tmp_path / "run", text))
+    assert list((tmp_path / "run" / "checkpoints").glob("*/params/_METADATA"))
 
 
 def test_no_validation_data_is_refused_before_training_or_no_matter(main, text, tmp_path, quick_compilation):

@@ -110,6 +110,8 @@ def test_named_activations_are_kept():
 
 
 def test_a_name_that_no_layer_gives_is_refused():
+    pairs = {"remat": "full", "save": ("cross_attention.mixed",)}  # which the encoder's layers have not
+    assert jax.eval_shape(jax.grad(loss(shallow("transformer_base", **pairs))), tiny.drawn(shallow("transformer_base")))
     with pytest.raises(ValueError, match="save='mlp.ups' names no activation of a layer.*did you mean 'mlp.up'"):
         kept(remat="full", save=("mlp.ups",))
     with pytest.raises(ValueError, match="save=.* has no effect with remat='none'"):

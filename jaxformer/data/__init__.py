@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxformer.data import dates, packing, pairs, text
 from jaxformer.data import tokenizer as tokenizers
+from jaxformer.data.cache import key
 from jaxformer.data.config import DataConfig
 from jaxformer.data.packing import ALL, Batch, Rows, iterate
 from jaxformer.data.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ class Data:
     """Held-out (source, target) texts to decode: the test dates, or the validation pairs; empty for text."""
     summary: dict[str, int]
     """Counts to print: documents or pairs, characters, tokens, what was left out."""
+    content_hash: str
+    """Of all texts, by which processes know that they read the same."""
 
 
 def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: Rows = ALL) -> Data:
@@ -59,6 +62,7 @@ def _text(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
         validation_bytes=packing.target_bytes(packing.validation_batches(validation, cfg, tok.pad_id), tok),
         test_pairs=[],
         summary=summary,
+        content_hash=key(documents.train, documents.validation),
     )
 
 
@@ -80,6 +84,7 @@ def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "empty_pairs_skipped": found.skipped,
             "long_pairs_dropped": train.dropped + validation.dropped,
         },
+        content_hash=key(*(side for split in found[:2] for side in zip(*split, strict=True))),
     )
 
 
@@ -105,6 +110,7 @@ def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "validation_pairs": len(held),
             "test_pairs": len(test),
         },
+        content_hash=key(*zip(*sample, *held, *test, strict=True)),
     )
 
 

@@ -4,11 +4,9 @@ CONFIG is a config file of train.py, or the name of a preset. Nothing is compute
 """
 
 import dataclasses
-import inspect
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,19 +48,12 @@ class Options(Strict):
             raise ValueError("give one of --markdown, --json")
 
 
-PRESETS: dict[str, Callable[..., ModelConfig]] = {
-    name: f
-    for name, f in inspect.getmembers(presets, inspect.isfunction)
-    if f.__module__ == presets.__name__ and name[0] != "_"
-}
-
-
 def parse(arguments: list[str]) -> Options:
     """``CONFIG [--field value ...]`` as options. Batch and length of a config file are those of its data unless given."""
     if not arguments or arguments[0].startswith("-"):
         name, default, rest = "CONFIG", Options(presets.gpt2()), arguments
         if not {"-h", "--help"} & set(arguments):
-            raise ValueError(f"give a config file or a preset first; presets: {', '.join(sorted(PRESETS))}")
+            raise ValueError(f"give a config file or a preset first; presets: {', '.join(sorted(presets.WITH_SIZES))}")
     else:
         name, *rest = arguments
         default = _default(name)
@@ -70,11 +61,11 @@ def parse(arguments: list[str]) -> Options:
 
 
 def _default(name: str) -> Options:
-    if name in PRESETS:
-        cfg = PRESETS[name]()
+    if name in presets.WITH_SIZES:
+        cfg = presets.WITH_SIZES[name]()
         return Options(cfg, length=min(Options.length, cfg.max_length))
     if not Path(name).is_file():
-        known = [*PRESETS, *(str(path) for path in Path("configs").glob("*.py"))]
+        known = [*presets.WITH_SIZES, *(str(path) for path in Path("configs").glob("*.py"))]
         raise ValueError(f"no config file or preset {name}{nearest(name, known)}")
     config, _ = run.read_config(Path(name))
     return Options(config.model, config.mesh, config.data.batch_size, config.data.length)

@@ -18,13 +18,12 @@ from jaxformer.hf.load import FAMILIES, numbered, read_config
 from jaxformer.hf.place import sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model, rope
-from jaxformer.parts import BALANCING
+from jaxformer.parts import BALANCING, DROPOUTS, HOW
 from jaxformer.spec import Param
 
 # What a file does not say, and the model's numbers do not depend on
-EXECUTION = ("dtype", "param_dtype", "scan", "remat", "init", "init_std", "scale_residual_init")
+EXECUTION = ("dtype", "param_dtype", *HOW, "init", "init_std", "scale_residual_init")
 TOKENS = ("bos", "eos", "pad")
-DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
 
 def save(

@@ -1,16 +1,45 @@
 """Attention on NVIDIA GPUs: cuDNN's flash attention (Dao 2023), through ``jax.nn.dot_product_attention``."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.mask import Places, visible
+from jaxformer.nn.site import Site
 from jaxformer.sharding import platform
 
 
-def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Any, scale: float) -> jax.Array:
-    """[B, K, G, T, H], of a ``kernels.Site`` within the kernel's limits.
+def limit(site: Site) -> str | None:
+    """Why cuDNN cannot serve a call; None where it can."""
+    if not cudnn_is_there():
+        return "is NVIDIA's, and these are no GPUs of theirs"
+    if site.bias or site.softcap is not None:
+        return "adds no bias to the scores and caps none"
+    if site.dropout:
+        return "draws dropout of its own, which no other device could repeat"
+    if site.dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 and float16, not {site.dtype}"
+    if site.key_width != site.value_width:
+        return f"needs keys and values of one width, not {site.key_width} and {site.value_width}"
+    if site.key_width % 8 or site.key_width > 128:
+        return f"needs heads whose width divides by 8 and is at most 128, not {site.key_width}"
+    if site.shards > 1:
+        return f"has no part of a sequence on each of {site.shards} devices"
+    if (site.padding or site.segments) and (site.queries % 2 or site.keys % 2):
+        return f"needs even lengths where there is a mask, not {site.queries} queries and {site.keys} keys"
+    if site.heads_apart:
+        return "needs keys spread over devices as their queries are"
+    if site.window is not None and not site.causal:
+        return "knows windows of causal attention alone"
+    return site.padded_window()
+
+
+def cudnn_is_there() -> bool:
+    """Whether JAX's devices are NVIDIA's, as far as it can be asked; elsewhere XLA computes the same call, for tests."""
+    return platform() != "gpu" or "rocm" not in jax.devices()[0].client.platform_version.lower()
+
+
+def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Site, scale: float) -> jax.Array:
+    """[B, K, G, T, H], of a site within the kernel's limits.
 
     Causality and windows are cuDNN's own; segments and padding are a mask [B, T, S], the same for all heads. Where there is no
     GPU, JAX computes the same call by XLA.

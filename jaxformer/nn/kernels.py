@@ -2,14 +2,14 @@
 where one cannot, it says so while the model is traced.
 
 ``attention_kernel="auto"`` takes the platform's own where it can, and plain XLA elsewhere; a kernel that is named is used or
-refused. ``table`` is the whole of what each can.
+refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` is the whole
+of what each can.
 """
 
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -19,82 +19,13 @@ from jaxformer.nn import cudnn, splash
 from jaxformer.nn.attend import attend
 from jaxformer.nn.mask import Places, visible
 from jaxformer.nn.named import label, listening
-from jaxformer.sharding import current, partitioned, platform
+from jaxformer.nn.site import Site
+from jaxformer.sharding import ACTIVATIONS, current, partitioned, place, platform
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Site:
-    """What a call of attention asks for."""
-
-    queries: int
-    keys: int
-    key_width: int
-    value_width: int
-    dtype: str
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    bias: bool = False
-    """Whether something is added to the scores."""
-    dropout: bool = False
-    padding: bool = False
-    segments: bool = False
-    ordered: bool = True
-    """Whether queries and keys stand in the order of their indices, as all do but those of a cache."""
-    shards: int = 1
-    """Devices that the queries are spread over."""
-    unplaced: bool = False
-    """Whether there are several devices, and no mesh that says which part is whose."""
-
-
-def _splash(site: Site) -> str | None:
-    if not site.ordered:
-        return "cannot read a cache, whose keys stand where only the run knows"
-    if site.bias:
-        return "adds no bias to the scores"
-    if site.dropout:
-        return "makes no weights that dropout could act on"
-    if site.padding and site.segments:
-        return "takes segments or padding, not both"
-    if site.queries % (splash.LANES * site.shards) or site.keys % splash.LANES:
-        each = f" on each of {site.shards} devices" if site.shards > 1 else ""
-        return f"needs lengths that divide by {splash.LANES}{each}, not {site.queries} queries and {site.keys} keys"
-    if site.unplaced:
-        return "needs a mesh (jax.set_mesh) where there are several devices"
-    if site.dtype not in ("bfloat16", "float32"):
-        return f"computes in bfloat16 and float32, not {site.dtype}"
-    return _window(site)
-
-
-def _cudnn(site: Site) -> str | None:
-    if not site.ordered:
-        return "cannot read a cache, whose keys stand where only the run knows"
-    if site.bias or site.softcap is not None:
-        return "adds no bias to the scores and caps none"
-    if site.dropout:
-        return "draws dropout of its own, which no other device could repeat"
-    if site.dtype not in ("bfloat16", "float16"):
-        return f"computes in bfloat16 and float16, not {site.dtype}"
-    if site.key_width != site.value_width:
-        return f"needs keys and values of one width, not {site.key_width} and {site.value_width}"
-    if site.key_width % 8 or site.key_width > 128:
-        return f"needs heads whose width divides by 8 and is at most 128, not {site.key_width}"
-    if site.shards > 1:
-        return f"has no part of a sequence on each of {site.shards} devices"
-    if site.window is not None and not site.causal:
-        return "knows windows of causal attention alone"
-    return _window(site)
-
-
-def _window(site: Site) -> str | None:
-    if site.window is not None and site.padding:
-        return "counts padding as places in a window"
-    return None
-
-
-LIMITS: dict[str, Callable[[Site], str | None]] = {"xla": lambda site: None, "splash": _splash, "cudnn": _cudnn}
+LIMITS: dict[str, Callable[[Site], str | None]] = {"xla": lambda site: None, "splash": splash.limit, "cudnn": cudnn.limit}
 """Of each kernel, why it cannot serve a call, or None where it can."""
 OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
 
@@ -104,7 +35,6 @@ FEATURES: dict[str, dict] = {
     "causal; MHA, GQA, MQA": {},
     "not causal": {"causal": False},
     "cross-attention": {"causal": False, "keys": 1024},
-    "cached decoding and prefill": {"ordered": False},
     "padding": {"padding": True},
     "segments (packed documents)": {"segments": True},
     "segments and padding": {"segments": True, "padding": True},
@@ -121,7 +51,9 @@ FEATURES: dict[str, dict] = {
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
     "lengths that do not divide by 128": {"queries": 1000, "keys": 1000},
+    "odd lengths, and padding or segments": {"queries": 999, "keys": 999, "padding": True},
     "a sequence over 4 devices": {"shards": 4},
+    "query heads over devices, and not their keys (MQA)": {"heads_apart": True},
 }
 """What ``table`` tells of: changes of a typical call."""
 
@@ -137,18 +69,21 @@ def table() -> str:
 
 
 def choose(cfg: ModelConfig, site: Site) -> str:
-    """The kernel for a call. Raises ValueError where the one that ``cfg.attention_kernel`` names cannot serve it."""
+    """The kernel for a call: plain XLA for those that read a cache. Raises ValueError where the one that
+    ``cfg.attention_kernel`` names cannot serve it."""
     named = cfg.attention_kernel
+    if not site.ordered:
+        return "xla"
     if named != "auto":
         if why := LIMITS[named](site):
             raise ValueError(f"attention_kernel={named!r} {why}; 'auto' computes this with plain XLA")
         return named
     own = OF_PLATFORM.get(platform(), "xla")
+    if own == "xla" or listening():  # whoever listens may want the weights, which only plain XLA makes
+        return "xla"
     why = LIMITS[own](site)
-    if own != "xla" and site.ordered:  # that caches are read by plain XLA is no news
-        _tell(own, why)
-    # Whoever listens may want the weights, which only plain XLA makes.
-    return "xla" if listening() or why else own
+    _tell(own, why)
+    return "xla" if why else own
 
 
 @functools.cache
@@ -181,6 +116,8 @@ def mix(
     """
     causal, window = (False, None) if crossing else (cfg.causal, cfg.window)
     assert not isinstance(window, tuple)  # a layer's own
+    mesh = current()
+    _, own_keys, own_groups, own_times, _ = (None,) * 5 if mesh is None else place("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh)
     site = Site(
         q_BKGTH.shape[3],
         k_BKSH.shape[2],
@@ -195,8 +132,9 @@ def mix(
         padding=key_places.valid is not None,
         segments=places.segment is not None and key_places.segment is not None,
         ordered=places.ordered and key_places.ordered,
-        shards=splash.shards(q_BKGTH),
-        unplaced=platform() == "tpu" and current() is None and partitioned(),
+        shards=1 if mesh is None or own_times is None else mesh.shape[own_times],
+        heads_apart=own_groups is not None and own_keys is None,
+        unplaced=platform() == "tpu" and mesh is None and partitioned(),
     )
     kernel = choose(cfg, site)
     if kernel == "xla":

@@ -1,19 +1,22 @@
 """The forward of every transformer: embed, encode where there is an encoder, decode, head. Training, prefill and decoding
 steps all go through here."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from jaxformer import spec as specs
+from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
 from jaxformer.nn import block, inputs, mlp, mtp, norm, stack
 from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import Places
 from jaxformer.nn.moe import Routed
-from jaxformer.nn.named import multiply, named, scope
+from jaxformer.nn.named import labels, multiply, named, scope
 from jaxformer.sharding import gathered
 from jaxformer.spec import Param, bias, kernel, normal
 
@@ -117,7 +120,7 @@ def hidden(
     """
     check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
-    with _precision(cfg):
+    with _precision(cfg), _saves(cfg):
         memory = None
         if source is not None or source_valid is not None or (cfg.encoder_layers and cache is None):
             memory = _encode(params, source, source_valid, len(tokens), cfg, key)
@@ -248,6 +251,16 @@ def _unstacked_spec(cfg: ModelConfig) -> dict:
         layers = {str(i): specs.bound(block.spec(layer, crossing), own) for i, layer in enumerate(own.layers)}
         parts[name] = parts[name] | {"layers": layers}
     return parts
+
+
+@contextlib.contextmanager
+def _saves(cfg: ModelConfig) -> Iterator[None]:
+    """Raises ValueError at the end if ``cfg.save`` names what no layer has given."""
+    with labels() as given:
+        yield
+    for name in cfg.save:
+        if name not in given:
+            raise ValueError(f"save={name!r} names no activation of a layer{nearest(name, given)}")
 
 
 def _precision(cfg: ModelConfig):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.nn.mask import Places
 from jaxformer.nn.named import label
+from jaxformer.nn.site import Site
 from jaxformer.sharding import ACTIVATIONS, current, place, platform
 
 LANES = 128
@@ -21,8 +22,26 @@ BLOCK = 1024
 """Queries and keys that the kernel takes at a time, at most."""
 
 
-def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Any, scale: float) -> jax.Array:
-    """[B, K, G, T, H], of a ``kernels.Site`` within the kernel's limits.
+def limit(site: Site) -> str | None:
+    """Why the kernel cannot serve a call; None where it can."""
+    if site.bias:
+        return "adds no bias to the scores"
+    if site.dropout:
+        return "makes no weights that dropout could act on"
+    if site.padding and site.segments:
+        return "takes segments or padding, not both"
+    if site.queries % (LANES * site.shards) or site.keys % LANES:
+        each = f" on each of {site.shards} devices" if site.shards > 1 else ""
+        return f"needs lengths that divide by {LANES}{each}, not {site.queries} queries and {site.keys} keys"
+    if site.unplaced:
+        return "needs a mesh (jax.set_mesh) where there are several devices"
+    if site.dtype not in ("bfloat16", "float32"):
+        return f"computes in bfloat16 and float32, not {site.dtype}"
+    return site.padded_window()
+
+
+def apply(q_BKGTH, k_BKSH, v_BKSH, places: Places, key_places: Places, site: Site, scale: float) -> jax.Array:
+    """[B, K, G, T, H], of a site within the kernel's limits.
 
     On a mesh, rows, heads and queries stay where they are; keys and values come together over ``context``. Queries are
     multiplied by the scale in float32 and rounded to their dtype.
@@ -53,19 +72,12 @@ def _ids(q_BKGTH, k_BKSH, places, key_places, site):
     return sees_BT.astype(jnp.int32), valid_BS.astype(jnp.int32), ~sees_BT
 
 
-def shards(q_BKGTH: jax.Array) -> int:
-    """Devices that the queries of a row are spread over."""
-    mesh = current()
-    axis = None if mesh is None else place("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh)[3]
-    return mesh.shape[axis] if mesh is not None and axis else 1
-
-
 def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, site):
     specs = {
         name: place(dims, x.shape, ACTIVATIONS, mesh) for name, dims, x in (("q", "BKGTH", q_BKGTH), ("k", "BKSH", k_BKSH))
     }
     rows, kv_axis, group_axis, time_axis, _ = specs["q"]
-    shards = mesh.shape[time_axis] if time_axis else 1
+    shards = site.shards
     heads = math.prod(q_BKGTH.shape[1:3]) // math.prod(mesh.shape[axis] for axis in (kv_axis, group_axis) if axis)
     # A causal query near the end has more to do: each device takes one half of its queries from the front, one from the back.
     balanced = shards > 1 and site.causal and site.queries % (2 * shards) == 0

@@ -6,6 +6,7 @@ compiled for TPUs that are not there; gpu:8xH200 and its kind go by arithmetic. 
 
 import dataclasses
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from jaxformer.nn import model
 from jaxformer.plan import advise, arithmetic, compile, programs, report, topology
 from jaxformer.plan.record import Plan, ProgramPlan, to_json
 from jaxformer.record import within
-from jaxformer.sharding import MeshConfig
+from jaxformer.sharding import AXES, MeshConfig
 
 ROWS_A_DEVICE = 4
 """Of a preset, unless data.batch_size is given."""
@@ -104,16 +105,12 @@ def _given(arguments: list[str], flag: str) -> str:
 
 def _preset(name: str, count: int, arguments: list[str]) -> tuple[run.Config, tuple[str, ...]]:
     """A run of a preset, as one would train it on ``count`` devices."""
-    known = [
-        key for key, value in vars(presets).items() if callable(value) and getattr(value, "__module__", "") == presets.__name__
-    ]
-    known = [key for key in known if not key.startswith("_") and key not in ("llama", "decoder_2017")]
-    if name not in known:
+    if name not in presets.WITH_SIZES:
         files = [str(path) for path in Path("configs").glob("*.py")]
-        raise ValueError(f"no preset {name!r}{nearest(name, [*known, *files])}")
+        raise ValueError(f"no preset {name!r}{nearest(name, [*presets.WITH_SIZES, *files])}")
     no_dropout = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}
-    cfg = getattr(presets, name)(dtype="bfloat16", scan=True, remat="dots", **no_dropout)
-    on_mesh = any(word.startswith("--mesh.") for word in arguments)
+    cfg = presets.WITH_SIZES[name](dtype="bfloat16", scan=True, remat="dots", **no_dropout)
+    on_mesh = any(re.match(rf"--mesh\.({'|'.join(AXES)})\b", word) for word in arguments)
     config = run.Config(
         model=cfg,
         data=DataConfig(length=min(cfg.max_length, LONGEST), batch_size=ROWS_A_DEVICE * count, separate=False),
@@ -122,7 +119,8 @@ def _preset(name: str, count: int, arguments: list[str]) -> tuple[run.Config, tu
     )
     stated = (
         f"of the preset, unless told otherwise: {cfg.param_dtype} parameters, bfloat16 compute, scanned layers, remat='dots', "
-        f"no dropout, {ROWS_A_DEVICE} rows a device of one stream of tokens, loss in chunks of 512, fsdp over all devices",
+        f"no dropout, {ROWS_A_DEVICE} rows a device of one stream of tokens, loss in chunks of 512"
+        + ("" if on_mesh else ", fsdp over all devices"),
     )
     return config, stated
 

@@ -58,11 +58,7 @@ def batch_of(config: run.Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 def check(config: run.Config, mesh: Mesh, decode: bool) -> None:
     """Raises ValueError for what would fail after minutes of compiling."""
-    check_batch(batch_of(config), mesh)
-    if config.data.batch_size % config.train.microbatches:
-        raise ValueError(
-            f"data.batch_size={config.data.batch_size} does not divide into train.microbatches={config.train.microbatches}"
-        )
+    check_batch(batch_of(config), mesh, 1 if decode else config.train.microbatches)
     cfg = config.model
     if config.data.length > cfg.max_length and (decode or cfg.position == "learned"):
         raise ValueError(f"data.length={config.data.length} is past model.max_length={cfg.max_length}")

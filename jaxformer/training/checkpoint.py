@@ -78,7 +78,7 @@ class Checkpoints:
         """
         if processes.first():
             self._tidy()
-        processes.agree(f"list of checkpoints in {self.directory}", self.steps())
+        processes.everywhere(True)  # nobody lists them before
         items = self._newest(_split(like), set_aside=True)
         if items is None:
             return None
@@ -105,6 +105,14 @@ class Checkpoints:
         if "_manager" in self.__dict__:
             self._manager.close()
 
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Waits for what is being saved; of several processes not after an error, as the others may be gone."""
+        if error is None or jax.process_count() == 1:
+            self.close()
+
     def _tidy(self) -> None:
         """Nothing is left of checkpoints that were never finished, and what Orbax could not start with is set aside."""
         for path in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
@@ -122,7 +130,8 @@ class Checkpoints:
 
         own = jax.process_index()  # each process reads its own part, and waits for no other that may fail
         alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}")
-        for step in reversed(self.steps()):
+        processes.agree(f"list of checkpoints in {self.directory}", steps := self.steps())
+        for step in reversed(steps):
             path, items, reason = self.directory / str(step), None, "another process cannot read it"
             with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
                 try:

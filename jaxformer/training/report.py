@@ -21,9 +21,11 @@ PLAIN_EVERY = 10.0
 """Seconds between lines where the output is not a terminal and a bar would be noise."""
 
 
-def listen(console: Console) -> None:
+def show_log(console: Console) -> None:
     """Shows there what the library has to say while it works, such as which kernel computes attention."""
     log = logging.getLogger("jaxformer")
+    if console.quiet:  # of several processes, not the first: warnings go where they would without a console
+        return
     log.handlers = [RichHandler(console=console, show_time=False, show_path=False, show_level=False)]
     log.setLevel(logging.INFO)
 
