@@ -76,8 +76,11 @@ def fresh(cfg):
 
 
 def model(name):
-    """A preset; of experts with everything that balances them, and the block for the token after the next."""
+    """A preset with one layer where all are alike; of experts with everything that balances them, and the block for the token
+    after the next."""
     cfg = tiny.PRESETS[name]
+    if not isinstance(cfg.window, tuple):
+        cfg = dataclasses.replace(cfg, n_layers=1, encoder_layers=min(1, cfg.encoder_layers))
     if not cfg.experts.number:
         return cfg
     experts = dataclasses.replace(cfg.experts, balance_loss=0.1, z_loss=0.01, balance_rate=0.01, groups=2, groups_per_token=1)
