@@ -3,8 +3,8 @@
     python train.py configs/moe_quickstart.py
 
 The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 a token: as many active parameters,
-and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. Validation loss 4.28 (the dense model's:
-4.33). Its time on 2 CPU cores alone is not measured yet.
+and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. Validation loss 4.28 to 4.32, as
+rounding falls (the dense model's: 4.33); 6 min 20 s on 2 CPU cores.
 """
 
 import dataclasses
