@@ -115,6 +115,11 @@ def test_the_call_of_cudnn_equals_plain(case):
     check(*both("cudnn", CUDNN[case], dtype="bfloat16"), "bfloat16")
 
 
+@pytest.mark.parametrize("shape", ["mha", "mqa", "64", "80"])
+def test_the_call_of_cudnn_of_every_shape(shape):
+    check(*both("cudnn", {}, shape, "bfloat16"), "bfloat16")
+
+
 def test_the_call_of_cudnn_for_other_lengths_and_float16(monkeypatch):
     monkeypatch.setitem(globals(), "LENGTH", 99)
     check(*both("cudnn", {"window": 40}, dtype="float16"), "float16")

@@ -9,6 +9,7 @@ so that a ``Watcher`` learns of them too.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from fnmatch import fnmatch
 from typing import Any, Protocol
@@ -79,15 +80,9 @@ def label(name: str) -> str:
     return found
 
 
-@contextlib.contextmanager
-def labels() -> Iterator[set[str]]:
+def labels() -> AbstractContextManager[set[str]]:
     """The labels of what is named inside."""
-    found: set[str] = set()
-    token = _labels.set(found)
-    try:
-        yield found
-    finally:
-        _labels.reset(token)
+    return _during(_labels, set())
 
 
 def listening() -> bool:
@@ -106,24 +101,23 @@ def scope(name: str) -> Iterator[None]:
         _scope.reset(token)
 
 
-@contextlib.contextmanager
-def listen(listener: Listener) -> Iterator[None]:
+def listen(listener: Listener) -> AbstractContextManager[Listener]:
     """Calls ``listener(name, x) -> x`` for every named activation traced inside."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
+    return _during(_listener, listener)
+
+
+def watch(watcher: Watcher) -> AbstractContextManager[Watcher]:
+    """Tells ``watcher`` of every named activation and every product traced inside."""
+    return _during(_watcher, watcher)
 
 
 @contextlib.contextmanager
-def watch(watcher: Watcher) -> Iterator[None]:
-    """Tells ``watcher`` of every named activation and every product traced inside."""
-    token = _watcher.set(watcher)
+def _during(variable: ContextVar, value: Any) -> Iterator[Any]:
+    token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
-        _watcher.reset(token)
+        variable.reset(token)
 
 
 def capture(f: Callable[..., Any], pattern: str = "*") -> Callable[..., tuple[Any, dict[str, jax.Array]]]:

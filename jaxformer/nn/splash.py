@@ -73,10 +73,8 @@ def _ids(q_BKGTH, k_BKSH, places, key_places, site):
 
 
 def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, site):
-    specs = {
-        name: place(dims, x.shape, ACTIVATIONS, mesh) for name, dims, x in (("q", "BKGTH", q_BKGTH), ("k", "BKSH", k_BKSH))
-    }
-    rows, kv_axis, group_axis, time_axis, _ = specs["q"]
+    q_spec, k_spec = place("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh), place("BKSH", k_BKSH.shape, ACTIVATIONS, mesh)
+    rows, kv_axis, group_axis, time_axis, _ = q_spec
     shards = site.shards
     heads = math.prod(q_BKGTH.shape[1:3]) // math.prod(mesh.shape[axis] for axis in (kv_axis, group_axis) if axis)
     # A causal query near the end has more to do: each device takes one half of its queries from the front, one from the back.
@@ -97,10 +95,8 @@ def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, site):
 
     ids = () if query_ids is None else (query_ids, key_ids)
     id_specs = (PartitionSpec(rows, time_axis), PartitionSpec(rows, None))[: len(ids)]
-    in_specs = (own, specs["q"], specs["k"], specs["k"], *id_specs)
-    return jax.shard_map(on_shard, in_specs=in_specs, out_specs=specs["q"], check_vma=False)(
-        kernel, q_BKGTH, k_BKSH, v_BKSH, *ids
-    )
+    run = jax.shard_map(on_shard, in_specs=(own, q_spec, k_spec, k_spec, *id_specs), out_specs=q_spec, check_vma=False)
+    return run(kernel, q_BKGTH, k_BKSH, v_BKSH, *ids)
 
 
 def _folded(length: int, shards: int) -> np.ndarray:
