@@ -1,7 +1,6 @@
 """Draws the rooms of the package from its imports: ``python docs/rooms.py`` rewrites the drawing in docs/architecture.md.
 
-An arrow goes from a room to one that it imports; an import that a chain of other arrows implies is not drawn. The numbers
-below a room's name are its files and lines.
+An arrow goes from a room to one that it imports; an import that a chain of other arrows implies is not drawn.
 """
 
 import ast
@@ -59,10 +58,6 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 def drawing() -> str:
     """The rooms as a Mermaid graph."""
     lines = ["```mermaid", "graph BT"]
-    for name in ORDER:
-        paths = files(name)
-        count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-        lines.append(f'  {name}["<b>{name}</b><br>{len(paths)} files, {count:,} lines"]')
     for name, targets in reduced(edges()).items():
         lines += [f"  {name} --> {target}" for target in sorted(targets, key=ORDER.index)]
     return "\n".join([*lines, "```"]) + "\n"

@@ -29,7 +29,9 @@ class SigmoidAttention:
             "key": jf.weight(cfg, "D", "KH"),
             "value": jf.weight(cfg, "D", "KH"),
             "out": jf.weight(cfg, "KGH", "D", residual=True),
-            "score_bias": jf.Param("KG", lambda key, shape, dtype: jnp.full(shape, -jnp.log(cfg.max_length), dtype), decay=False),
+            "score_bias": jf.Param(
+                "KG", lambda key, shape, dtype: jnp.full(shape, -jnp.log(cfg.max_length), dtype), decay=False
+            ),
         }
 
     def cache(self, cfg):
