@@ -168,8 +168,8 @@ def platform() -> str:
 
 
 def partitioned() -> bool:
-    """Whether XLA may spread the program that is being traced over several devices: not where each device runs a program of its own, as
-    inside ``shard_map`` and ``pmap``."""
+    """Whether XLA may spread the program that is being traced over several devices: not where each device runs its
+    own program, as inside ``shard_map`` and ``pmap``."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 if mesh.empty else mesh.size > 1 and not mesh.are_all_axes_manual
 
