@@ -120,4 +120,9 @@ def test_walks_are_what_happens(walks, title, capsys):
 
 def test_nn_calls_nothing_of_decode(walks):
     for trace in walks.values():
-        assert {caller.split("/")[0] for caller, file in trace.pairs if file.startswith("decode/")} <= {"decode", "cli", "training", "train.py"}
+        assert {caller.split("/")[0] for caller, file in trace.pairs if file.startswith("decode/")} <= {
+            "decode",
+            "cli",
+            "training",
+            "train.py",
+        }
