@@ -172,7 +172,7 @@ class Cache:
         )
 
     def layer(self, index: int, cfg: ModelConfig, info: TokenInfo) -> LayerCache:
-        """The cache of layer ``index``, whose config is ``cfg``, for the chunk that was counted last; ``info`` is the chunk's."""
+        """The cache of layer ``index``, of config ``cfg``, for the chunk that was counted last, at ``info``."""
         return LayerCache(self.layers[index], self.used, info, cfg, self.dims[index], self.length)
 
     def guard(self, x_BTD: jax.Array) -> jax.Array:

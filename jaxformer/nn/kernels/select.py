@@ -2,8 +2,8 @@
 numbers; a kernel that cannot serve a call says why while the model is traced.
 
 ``attention_kernel="auto"`` takes the platform's own where it can, and plain XLA elsewhere; a kernel that is named is used or
-refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` lists what each
-kernel can do.
+refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` lists what
+each kernel can do.
 """
 
 import dataclasses
