@@ -208,8 +208,8 @@ class ModelConfig(Strict):
         if not 0 < self.rope_fraction <= 1:
             raise ValueError(f"rope_fraction={self.rope_fraction} is outside (0, 1]")
         if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
-            part = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
-            raise ValueError(f"{part}head_dim={self.head_dim} is odd: RoPE rotates pairs")
+            share = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
+            raise ValueError(f"{share}head_dim={self.head_dim} is odd: RoPE rotates pairs")
         if self.head_transform and self.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
             raise ValueError(f"head_transform has the mlp's activation: relu, silu, gelu or gelu_tanh, not {self.mlp!r}")
         if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
