@@ -66,10 +66,10 @@ def _interleaved_groups(q, k, v, *rest, **given):
     return out.swapaxes(1, 2).reshape(q.shape[:-1] + v.shape[-1:])
 
 
-def _concatenated(equation, x, kernel, bias=None):
+def _concatenated(equation, x, weight, bias=None):
     if x.ndim == 5:  # heads, to be mixed: left side by side
         return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1)
-    return _dense(equation, x, kernel, bias)
+    return _dense(equation, x, weight, bias)
 
 
 def _turned_values(params, x, cfg, info):
@@ -115,10 +115,11 @@ SEEN_PADDING = [(select, "visible", _seen_padding)]
 def block_with(residual):
     """``residual(x, normed, f)``; the right one is x + f(normed)."""
 
-    def apply(params, x, cfg, *, memory=None, routed=None, **given):
-        attend = lambda y: attention.apply(params["attention"], y, cfg, **given)
+    def apply(params, x, cfg, *, info=None, position_params=None, **given):
+        attend = lambda y: attention.apply(params["attention"], y, cfg, info=info, position_params=position_params)[0]
         x = residual(x, _norm(params["attention_norm"], x, cfg), attend)
-        return residual(x, _norm(params["mlp_norm"], x, cfg), lambda y: _mlp(params["mlp"], y, cfg))
+        x = residual(x, _norm(params["mlp_norm"], x, cfg), lambda y: _mlp(params["mlp"], y, cfg))
+        return block.BlockOutput(x, None, None)
 
     return [(block, "apply", apply)]
 
@@ -138,7 +139,7 @@ def reused_key_value():
     return [(stack, "apply", apply), (attention, "key_value", key_value)]
 
 
-REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers: [_unstack(params, layers)[0]] * len(layers))]
+REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers, *period: [_unstack(params, layers, *period)[0]] * len(layers))]
 NO_FINAL_NORM = [
     (stack, "apply", lambda params, *rest, **given: _stack({k: v for k, v in params.items() if k != "norm"}, *rest, **given))
 ]

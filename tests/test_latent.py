@@ -55,7 +55,7 @@ def test_it_is_what_the_paper_says(query_rank):
     layer = jax.tree.map(lambda p: p[0], tiny.drawn(cfg)["decoder"]["layers"]["attention"])
     assert ("query_down" in layer) == bool(query_rank)
     x = np.random.default_rng(0).normal(size=(7, 16)).astype(np.float32)
-    found = jf.attention.apply(layer, jnp.asarray(x)[None], cfg)
+    found, _ = jf.attention.apply(layer, jnp.asarray(x)[None], cfg)
     np.testing.assert_allclose(found[0], by_hand(layer, x, cfg), atol=1e-5)  # sums of some dozen products of order 1
 
 
@@ -69,7 +69,7 @@ def test_every_step_of_a_decode_is_the_whole_forward(form, chunks, monkeypatch):
     whole = np.asarray(jf.forward(params, tokens, cfg))
     cache, start, out = jf.init_cache(cfg, 2, 12), 0, []
     for length in chunks:
-        logits, cache = jf.forward(params, tokens[:, start : start + length], cfg, cache=cache)
+        logits, cache = jf.forward_cached(params, tokens[:, start : start + length], cfg, cache)
         out.append(logits)
         start += length
     assert np.abs(whole).max() > 1
@@ -129,7 +129,7 @@ def test_a_window_and_weights_that_can_be_seen():
     cache = jf.init_cache(cfg, 2, 12)
     out = []
     for i in range(9):
-        logits, cache = jf.forward(params, tokens[:, i : i + 1], cfg, cache=cache)
+        logits, cache = jf.forward_cached(params, tokens[:, i : i + 1], cfg, cache)
         out.append(logits)
     np.testing.assert_allclose(np.concatenate(out, 1), whole, atol=1e-5)
 

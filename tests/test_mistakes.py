@@ -58,7 +58,7 @@ def queries_and_keys_may_differ_in_number():
     whole = fresh(lambda ids: jf.forward(params, ids, LEARNED), ids)
     cache, parts = jf.init_cache(LEARNED, 2, 6), []
     for i in range(4):
-        logits, cache = fresh(lambda ids, cache: jf.forward(params, ids, LEARNED, cache=cache), ids[:, i : i + 1], cache)
+        logits, cache = fresh(lambda ids, cache: jf.forward_cached(params, ids, LEARNED, cache), ids[:, i : i + 1], cache)
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, **CLOSE)
 
@@ -74,13 +74,13 @@ def scores_are_scaled_by_the_head_width():
 def a_block_whose_sublayers_give_nothing_is_the_identity():
     params, x = part(ROPE, None), draw(2, 3, D)
     silent = {name: params[name] | {out: 0 * params[name][out]} for name, out in (("attention", "out"), ("mlp", "down"))}
-    np.testing.assert_array_equal(fresh(lambda x: block.apply(params | silent, x, ROPE), x), x)
+    np.testing.assert_array_equal(fresh(lambda x: block.apply(params | silent, x, ROPE).x_BTD, x), x)
 
 
 def heads_are_mixed():
     params, x = part(ROPE, "attention"), draw(1, 4, D)
     moved = params | {"value": params["value"].at[:, 0].add(1.0)}
-    run = lambda params: attention.apply(params, x, ROPE)
+    run = lambda params: attention.apply(params, x, ROPE)[0]
     change = np.abs(fresh(run, moved) - fresh(run, params))
     assert change[..., :H].max() > 0.1 and change[..., H:].max() > 0.1
 
@@ -112,7 +112,7 @@ def the_target_is_the_next_token():
 
 def a_position_sees_itself_and_what_is_before():
     params, x = part(ROPE, "attention"), draw(1, 5, D)
-    run = lambda x: attention.apply(params, x, ROPE)[0].sum(-1)
+    run = lambda x: attention.apply(params, x, ROPE)[0][0].sum(-1)
     reach = np.abs(fresh(jax.jacrev(run), x))[:, 0].max(-1) > 0
     np.testing.assert_array_equal(reach, np.tril(np.ones((5, 5))))
 
@@ -177,7 +177,7 @@ def rope_turns_once():
 
 def only_distances_count():
     params, x = part(ROPE, "attention"), draw(1, 5, D)
-    run = lambda info: attention.apply(params, x, ROPE, info=info)
+    run = lambda info: attention.apply(params, x, ROPE, info=info)[0]
     info = mask.arange(5)
     shifted = info.replace(position=info.position + 7)
     np.testing.assert_allclose(fresh(run, shifted), fresh(run, info), **CLOSE)

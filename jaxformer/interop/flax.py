@@ -12,8 +12,8 @@ from jaxformer.nn import model
 def linen_module(cfg: ModelConfig) -> "Linen":
     """A Linen module: ``params = module.init(key, tokens)["params"]``, ``logits = module.apply({"params": params}, tokens)``.
 
-    Loaded parameters (``jf.hf.load``, ``jf.load``) are used as they are. The call takes the keywords of ``jf.forward``;
-    ``deterministic=False`` turns dropout on, with the random stream "dropout".
+    Loaded parameters (``jf.hf.load``, ``jf.load``) are used as they are. The call takes the keywords of ``jf.forward``, and
+    a cache; ``deterministic=False`` turns dropout on, with the random stream "dropout".
     """
     return Linen(cfg)
 
@@ -21,7 +21,8 @@ def linen_module(cfg: ModelConfig) -> "Linen":
 def nnx_module(cfg: ModelConfig, rngs: nnx.Rngs | None = None, params: dict | None = None) -> "NNX":
     """An NNX module with fresh parameters, of the stream ``rngs.params()``, or the given ones: ``logits = module(tokens)``.
 
-    The call takes the keywords of ``jf.forward``; after ``module.train()`` dropout is on, with the stream "dropout".
+    The call takes the keywords of ``jf.forward``, and a cache; after ``module.train()`` dropout is on, with the
+    stream "dropout".
     """
     return NNX(cfg, rngs, params)
 
@@ -32,7 +33,7 @@ class Linen(linen.Module):
     cfg: ModelConfig
 
     @linen.compact
-    def __call__(self, tokens: Any, *, deterministic: bool = True, hidden: bool = False, **given: Any) -> Any:
+    def __call__(self, tokens: Any, *, deterministic: bool = True, hidden: bool = False, **keywords: Any) -> Any:
         """Logits [B, T, V] of tokens [B, T], or with ``hidden`` what the head reads, [B, T, D]; with cache=, a pair with it."""
 
         def part(name: str) -> Any:
@@ -40,8 +41,8 @@ class Linen(linen.Module):
 
         params = {name: part(name) for name in model.spec(self.cfg)}
         if not deterministic:
-            given["key"] = self.make_rng("dropout")
-        return (model.hidden if hidden else model.forward)(params, tokens, self.cfg, **given)
+            keywords["key"] = self.make_rng("dropout")
+        return _output(params, tokens, self.cfg, hidden, **keywords)
 
 
 class NNX(nnx.Module):
@@ -63,13 +64,20 @@ class NNX(nnx.Module):
         """The tree that every function of jaxformer takes."""
         return {name: _arrays(getattr(self, name)) for name in model.spec(self.cfg)}
 
-    def __call__(self, tokens: Any, *, hidden: bool = False, rngs: nnx.Rngs | None = None, **given: Any) -> Any:
+    def __call__(self, tokens: Any, *, hidden: bool = False, rngs: nnx.Rngs | None = None, **keywords: Any) -> Any:
         """Logits [B, T, V] of tokens [B, T], or with ``hidden`` what the head reads, [B, T, D]; with cache=, a pair with it."""
         if not self.deterministic:
             if rngs is None:
                 raise ValueError("dropout is on (module.train()): give rngs with a stream dropout, or call module.eval()")
-            given["key"] = rngs.dropout()
-        return (model.hidden if hidden else model.forward)(self.params, tokens, self.cfg, **given)
+            keywords["key"] = rngs.dropout()
+        return _output(self.params, tokens, self.cfg, hidden, **keywords)
+
+
+def _output(params: dict, tokens: Any, cfg: ModelConfig, hidden: bool, cache: Any = None, **keywords: Any) -> Any:
+    if cache is None:
+        return (model.hidden if hidden else model.forward)(params, tokens, cfg, **keywords)
+    out = model.apply(params, tokens, cfg, cache=cache, **keywords)
+    return out.hidden if hidden else model.head(params, out.hidden, cfg), out.cache
 
 
 def _variables(tree: Any) -> Any:
