@@ -11,7 +11,8 @@ from decoding import close, forward, inputs, model
 
 import jaxformer as jf
 from jaxformer.config.components import Component
-from jaxformer.nn import cache as caches
+from jaxformer.nn import cache_spec
+from jaxformer.nn.cache import SOURCE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -30,7 +31,7 @@ def shallow(name):
 
 def test_the_spec_gives_letters_shapes_and_dtypes():
     cfg = of("mixed_windows", dtype="bfloat16")  # windows of 4, all, 4
-    spec = caches.spec(cfg, batch=2, max_len=10, ahead=3)
+    spec = cache_spec.spec(cfg, batch=2, max_len=10, ahead=3)
     assert [sorted(layer) for layer in spec.layers] == [["key", "value"]] * 3
     for layer, slots in zip(spec.layers, (7, 10, 7), strict=True):
         for param in layer.values():
@@ -49,7 +50,7 @@ def test_dtype_is_the_compute_dtype_unless_given():
 
 
 def bytes_of(cfg, *args, **given):
-    return caches.size(jf.spec.abstract(caches.spec(cfg, *args, **given), cfg))
+    return cache_spec.size(jf.spec.abstract(cache_spec.spec(cfg, *args, **given), cfg))
 
 
 def test_a_window_keeps_as_much_as_it_needs_however_long_the_context():
@@ -241,8 +242,8 @@ def test_the_source_may_stay_where_it_is():
     _, cache = feed("transformer_base", jf.init_cache(cfg, 2, 9), tiny.tokens(cfg, 2, 6), **given)
     taken = jf.Cache.take(cache, np.array([1, 0]), source=False)
     for layer, before in zip(taken.layers, cache.layers, strict=True):
-        assert layer.keys() == before.keys() > {*caches.SOURCE, "key"}
-        assert all(layer[name] is before[name] for name in caches.SOURCE)
+        assert layer.keys() == before.keys() > {*SOURCE, "key"}
+        assert all(layer[name] is before[name] for name in SOURCE)
         np.testing.assert_array_equal(layer["key"], before["key"][::-1])
     next_ = tiny.tokens(cfg, 2, 2, seed=1)
     expected, _ = feed("transformer_base", cache, next_)

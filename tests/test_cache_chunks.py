@@ -10,7 +10,7 @@ import tiny
 from decoding import LENGTH, PADS, close, forward, inputs, loud, model, row_inputs
 
 import jaxformer as jf
-from jaxformer.nn import layer_cache
+from jaxformer.nn import cache as cache_module
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -106,8 +106,10 @@ def test_a_chunk_writes_no_slot_twice(monkeypatch):
     cfg, _ = model("mistral")
     valid = holes()[:, :11]
     info, cache = jf.init_cache(cfg, ROWS, TOTAL).advance((ROWS, 11), cfg, None, valid)
-    written, write = [], layer_cache._write
-    monkeypatch.setattr(layer_cache, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis))
+    written, write = [], cache_module._write
+    monkeypatch.setattr(
+        cache_module, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis)
+    )
     entry = np.zeros((ROWS, cfg.n_kv_heads, 11, cfg.head_dim), np.float32)
     cache.layer(0, cfg.layers[0], info).extend({"key": entry, "value": entry})
     for slots, here in zip(np.asarray(written[0]), valid, strict=True):

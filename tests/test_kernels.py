@@ -77,7 +77,7 @@ def both(kernel, case, shape="gqa", dtype="float32"):
 
     def run(name):
         named = dataclasses.replace(cfg, attention_kernel=name)
-        mix = functools.partial(select.mix, info=query_at, key_info=at, cfg=named, crossing=case.get("crossing", False))
+        mix = functools.partial(jf.mix, info=query_at, key_info=at, cfg=named, crossing=case.get("crossing", False))
         value, back = jax.vjp(lambda q, k, v: mix(q, k, v).astype(jnp.float32) * weight, q, k, v)
         return value, *back(jnp.ones_like(weight))
 
@@ -293,7 +293,7 @@ def test_splash_compiles_for_tpus(feature):
             order, own = jnp.arange(length)[None], ids[:, :length]
             return TokenInfo(order, order, own if call.segments else None, own > 0 if call.padding else None, ordered=True)
 
-        return select.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
+        return jf.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh), not_cached():
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v, ids).compile()

@@ -10,7 +10,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.config import Experts, Latent
-from jaxformer.nn import cache as caches
+from jaxformer.nn import cache_spec
 from jaxformer.nn import latent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -89,7 +89,7 @@ def test_a_cache_keeps_the_latent_and_one_rotary_key():
 
     def numbers_a_token(cfg):
         sizes = [
-            caches.size(jax.eval_shape(lambda: jf.init_cache(cfg, 1, length)))  # noqa: B023
+            cache_spec.size(jax.eval_shape(lambda: jf.init_cache(cfg, 1, length)))  # noqa: B023
             for length in (64, 128)
         ]
         return (sizes[1] - sizes[0]) / 64 / cfg.n_layers / 2  # bfloat16
