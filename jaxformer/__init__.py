@@ -22,7 +22,7 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
-from jaxformer.explain import Explanation, explain
+from jaxformer.cost import Explanation, explain
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.model import forward, hidden, init
 from jaxformer.nn.moe import Routed
