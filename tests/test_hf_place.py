@@ -12,7 +12,7 @@ import pytest
 from golden import weights
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import spec as specs
+from jaxformer.config import spec as specs
 from jaxformer.hf import files, load, place
 from jaxformer.hf.load import FAMILIES, read_config, resolve
 from jaxformer.hf.save import plan

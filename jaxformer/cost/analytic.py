@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxformer import run
 from jaxformer.config import ModelConfig
 from jaxformer.cost import model_flops
 from jaxformer.cost.device import device_bytes, spread
@@ -16,12 +15,13 @@ from jaxformer.cost.model_flops import ModelFlops
 from jaxformer.cost.plan import Buffer, CollectiveSum, ProgramPlan, Time
 from jaxformer.cost.programs import UPDATE, batch_of
 from jaxformer.cost.topology import HOST, Topology
-from jaxformer.decode import cache, loop
-from jaxformer.nn import model
+from jaxformer.decode import loop
+from jaxformer.nn import cache, model
 from jaxformer.parallel.mesh import state_shardings
-from jaxformer.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
-from jaxformer.training.loss import loss_sum
-from jaxformer.training.step import init_state
+from jaxformer.parallel.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
+from jaxformer.training import run
+from jaxformer.training.objective import loss_sum
+from jaxformer.training.update import init_state
 
 STATED = (
     "computed, nothing was compiled: parameters, gradients, optimizer and cache are exact",
@@ -56,12 +56,21 @@ def training_step(config: run.Config, mesh: AbstractMesh, topology: Topology) ->
     # compute dtype.
     traffic = 3 * params + 2 * optimizer + train.microbatches * (3 * params / 2 + 3 * sizes["activations"])
     used = _collectives(cfg, mesh, topology, rows * length, train.microbatches)
-    return _plan("training step", sizes, rows * length, flops, _hardware_flops(cfg, flops, chunked, rows * length), traffic, used, topology)
+    return _plan(
+        "training step",
+        sizes,
+        rows * length,
+        flops,
+        _hardware_flops(cfg, flops, chunked, rows * length),
+        traffic,
+        used,
+        topology,
+    )
 
 
 def generation(config: run.Config, mesh: AbstractMesh, topology: Topology) -> list[ProgramPlan]:
     """Reading the prompts, and a block of decoding steps."""
-    cfg = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     params = device_bytes(spread(model.spec(cfg), cfg, mesh))
     kept = device_bytes(spread(cache.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS))
@@ -110,7 +119,7 @@ def _hardware_flops(cfg: ModelConfig, flops: ModelFlops, chunked: bool, tokens: 
     """FLOPs of all devices, with recomputation and masked scores."""
     head = 2.0 * tokens * cfg.vocab_size * cfg.d_model
     attention = flops.attention * (2 if cfg.causal else 1)
-    again = {"none": 0.0, "dots": attention / 3, "full": (flops.weights - 3 * head) / 3 + attention / 3}[cfg.remat]
+    again = {"none": 0.0, "dots": attention / 3, "full": (flops.weights - 3 * head) / 3 + attention / 3}[cfg.execution.remat]
     return flops.weights + attention + again + (head if chunked else 0.0)
 
 
@@ -132,9 +141,9 @@ def saved(cfg: ModelConfig, batch: dict, **options) -> list[tuple[tuple[int, ...
 
 
 def saved_bytes(cfg: ModelConfig, batch: dict, rows: int, mesh: AbstractMesh, **options) -> float:
-    """Bytes of ``saved`` on one device, for so many rows. What grows with the rows is spread as they are, and over ``tensor`` if
-    it has heads, a feed-forward width or the vocabulary; everything else is a copy of a parameter and spread as parameters
-    are. An estimate: XLA may keep less."""
+    """Bytes of ``saved`` on one device, for so many rows. What grows with the rows is spread as they are, and over ``tensor``
+    if it has heads, a feed-forward width or the vocabulary; the rest are copies of parameters, spread as parameters are. An
+    estimate: XLA may keep less."""
     traced = {name: jax.ShapeDtypeStruct((ROWS_TRACED, *x.shape[1:]), x.dtype) for name, x in batch.items()}
     wide = {size for layer in cfg.layers for size in (layer.n_heads, layer.n_kv_heads, layer.d_ff)} | {cfg.vocab_size}
     of_rows, tensor = mesh.size // mesh.shape["tensor"], mesh.shape["tensor"]
@@ -160,7 +169,7 @@ def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, me
     logits = 2 * _logits(cfg, rows, mesh) * min(chunk or length, length)
     heads = max(layer.n_heads for layer in cfg.layers) / mesh.shape["tensor"]
     scores = _local_rows(rows, mesh) * heads * length / mesh.shape["context"] * length
-    return max(logits, scores * 2 * (4 + jnp.dtype(cfg.dtype).itemsize))
+    return max(logits, scores * 2 * (4 + jnp.dtype(cfg.execution.dtype).itemsize))
 
 
 def _collectives(
@@ -169,7 +178,7 @@ def _collectives(
     """The usual scheme: weights are gathered in the compute dtype for each pass, and gradients scattered (fsdp) or summed
     (data); activations are summed twice per layer and pass (tensor). microbatches: those of training; 0: one forward."""
     training, parts = microbatches > 0, max(1, microbatches)
-    weights = device_bytes(spread(model.spec(cfg), cfg, mesh, IN_USE, cfg.dtype))
+    weights = device_bytes(spread(model.spec(cfg), cfg, mesh, IN_USE, cfg.execution.dtype))
     sums = []
 
     def add(kind: str, axis: str, runs: int, size: float, trips: int = 1) -> None:
@@ -185,6 +194,6 @@ def _collectives(
     if training:
         add("reduce-scatter", "fsdp", parts * layers, parts * weights)
         add("all-reduce", "data", 1, weights / mesh.shape["fsdp"], 2)
-    activations = tokens * mesh.shape["tensor"] / mesh.size * cfg.d_model * jnp.dtype(cfg.dtype).itemsize
+    activations = tokens * mesh.shape["tensor"] / mesh.size * cfg.d_model * jnp.dtype(cfg.execution.dtype).itemsize
     add("all-reduce", "tensor", 2 * passes * parts * layers, 2 * passes * layers * activations, 2)
     return sums

@@ -1,150 +1,232 @@
-"""What a run would need and take: ``python -m jaxformer.plan CONFIG --topology v5e:4x4 [--field value ...]``.
+"""The two programs of this room: ``python -m jaxformer.explain CONFIG`` and ``python -m jaxformer.plan CONFIG``.
 
-CONFIG is a config file or the name of a preset. The real training step, or with --decode the real programs of generation, are
-compiled for TPUs that are not there; gpu:8xH200 and its kind go by arithmetic. ``--help`` explains every field.
+Both take the name of a preset or a config file of train.py, then flags, and print a report, Markdown or JSON.
 """
 
 import dataclasses
+import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxformer import presets, run
-from jaxformer import spec as specs
-from jaxformer.component import nearest
+from jaxformer.config import ModelConfig, presets
+from jaxformer.config import spec as specs
+from jaxformer.config.components import nearest
+from jaxformer.config.execution import DROPOUTS
+from jaxformer.config.strict import Strict, within
+from jaxformer.cost import advise, analytic, compile, programs, table, topology
+from jaxformer.cost.explanation import Explanation, explain
+from jaxformer.cost.plan import Plan, ProgramPlan
 from jaxformer.data import DataConfig
 from jaxformer.nn import model
-from jaxformer.plan import advise, arithmetic, compile, programs, report, topology
-from jaxformer.plan.record import Plan, ProgramPlan, to_json
-from jaxformer.record import within
-from jaxformer.sharding import AXES, MeshConfig
+from jaxformer.parallel.sharding import AXES, MeshConfig
+from jaxformer.training import run
 
-ROWS_A_DEVICE = 4
-"""Of a preset, unless data.batch_size is given."""
+EXPLAIN = """What a model's forward costs, step by step. CONFIG is the name of a preset or a config file of train.py. The model
+is only traced: nothing is computed, and no device is needed."""
+PLAN = """What a run needs and takes, before it runs. CONFIG is the name of a preset or a config file of train.py. For TPUs the
+real training step, or with --decode the real programs of generation, are compiled without the chips; for GPUs the plan is
+computed."""
+ROWS_PER_DEVICE = 4
+"""Rows per device for a preset, unless data.batch_size is given."""
 LONGEST = 4096
-"""Tokens a row of a preset, unless data.length is given or the model's max_length is less."""
+"""Tokens per row for a preset, unless data.length is given or the model's max_length is less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Strict):
+    """How the report is written."""
+
+    json: str = ""
+    """File to write the report to as JSON; - (or --json without a value) is standard output."""
+    markdown: bool = False
+    """Print Markdown instead of plain tables."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.markdown and self.json == "-":
+            raise ValueError("give one of --markdown, --json")
+
+    def write(self, result: Explanation | Plan) -> None:
+        """Writes a report as these options say."""
+        values = json.dumps(result.values(), indent=2)
+        if self.json not in ("", "-"):
+            Path(self.json).write_text(values + "\n", encoding="utf-8")
+        if self.json == "-":
+            print(values)
+        elif self.markdown:
+            print(table.markdown(result.report()))
+        else:
+            table.show(result.report())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(Output):
+    """A model, and what it reads."""
+
+    model: ModelConfig
+    """What the model is."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """Devices, which need not exist; data=0 is 1."""
+    batch: int = 8
+    """[B] rows."""
+    length: int = 1024
+    """[T] tokens per row; an encoder reads as many."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        within(self, 1, math.inf, "batch", "length")
 
 
 @dataclass(frozen=True)
-class Asked(run.Config):
-    """A run, and where it is to be."""
+class PlanOptions(run.Config, Output):
+    """A run, and the devices it is planned for."""
 
     topology: str = ""
-    """Chips: v5e:4x4, v5p:4x4x4, v6e:16x16 are compiled for; gpu:8xH100, H200, A100, B200 go by arithmetic."""
+    """Chips. Compiled for: v5e:4x4, v5p:4x4x4, v6e:16x16; computed: gpu:8xH100, H200, A100, B200."""
     decode: bool = False
-    """Plan generation in place of training: data.batch_size prompts, data.length tokens of each in the cache."""
-    json: str = ""
-    """Where the plan goes as JSON; - (or nothing after --json) is standard output."""
-    markdown: bool = False
-    """Print Markdown in place of tables."""
+    """Plan generation instead of training: data.batch_size prompts, each with data.length tokens in the cache."""
     budget: float = 900.0
-    """Seconds for trying what would fit, where the plan does not; 0: nothing is tried."""
+    """Seconds to spend on trying changes if the run does not fit; 0: try nothing."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 0, math.inf, "budget")
 
 
-def main(arguments: list[str]) -> Plan:
-    """Prints the plan that is asked for."""
-    jax.config.update("jax_platforms", "cpu")  # whatever this machine has, nothing of it is used
-    name, asked, stated = parse(arguments)
-    where = topology.parse(asked.topology)
-    console = Console(highlight=False)
-    told = Console(stderr=True, highlight=False)
-    plan = make(name, asked, where, stated, told)
-    if asked.json and asked.json != "-":
-        Path(asked.json).write_text(to_json(plan) + "\n", encoding="utf-8")
-    if asked.json == "-":
-        print(to_json(plan))
-    elif asked.markdown:
-        print(report.markdown(plan), end="")
-    else:
-        report.show(plan, console)
+Options = TypeVar("Options", bound=Output)
+
+
+def parse(arguments: list[str], program: str, description: str, defaults: Callable[[str], Options]) -> Options:
+    """``CONFIG [--field value ...]`` as options. defaults: the options of a CONFIG before its flags are read."""
+    if not arguments or arguments[0].startswith("-"):
+        if not {"-h", "--help"} & set(arguments):
+            known = ", ".join(sorted(presets.WITH_SIZES))
+            raise ValueError(f"the first argument must be a config file or a preset; presets: {known}")
+        arguments = ["gpt2", "--help"]
+    name, *flags = arguments
+    # --json may stand without a value, which tyro does not know.
+    pairs = zip(flags, [*flags[1:], "--"], strict=True)
+    flags = ["--json=-" if flag == "--json" and following.startswith("--") else flag for flag, following in pairs]
+    prog = f"python -m jaxformer.{program} CONFIG"
+    default = defaults(name)
+    return tyro.cli(type(default), default=default, args=flags, prog=prog, description=description)
+
+
+def read(name: str) -> ModelConfig | run.Config:
+    """A preset's model, or the run of a config file."""
+    if name in presets.WITH_SIZES:
+        return presets.WITH_SIZES[name]()
+    if not Path(name).is_file():
+        known = [*presets.WITH_SIZES, *(str(path) for path in Path("configs").glob("*.py"))]
+        raise ValueError(f"no config file or preset {name}{nearest(name, known)}")
+    return run.read_config(Path(name))[0]
+
+
+def main(command: Callable[[list[str]], Any]) -> None:
+    """Runs a command with the program's arguments; errors become one line."""
+    try:
+        command(sys.argv[1:])
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        sys.exit(f"error: the compiler refuses: {str(error).splitlines()[0]}")
+
+
+# explain
+
+
+def explain_command(arguments: list[str]) -> None:
+    """``python -m jaxformer.explain``"""
+    jax.config.update("jax_platforms", "cpu")  # shapes need no other device
+    options = parse(arguments, "explain", EXPLAIN, explain_defaults)
+    mesh = None if options.mesh == MeshConfig() else options.mesh
+    options.write(explain(options.model, options.batch, options.length, mesh))
+
+
+def explain_defaults(name: str) -> ExplainOptions:
+    """The options of a config: batch and length are those of its data, if it has any."""
+    config = read(name)
+    if isinstance(config, ModelConfig):
+        return ExplainOptions(model=config, length=min(ExplainOptions.length, config.max_length))
+    return ExplainOptions(model=config.model, mesh=config.mesh, batch=config.data.batch_size, length=config.data.length)
+
+
+# plan
+
+
+def plan_command(arguments: list[str]) -> Plan:
+    """``python -m jaxformer.plan``"""
+    jax.config.update("jax_platforms", "cpu")  # nothing of this machine's accelerators is used
+    options, stated = parse_plan(arguments)
+    plan = make(arguments[0], options, stated)
+    options.write(plan)
     return plan
 
 
-def parse(arguments: list[str]) -> tuple[str, Asked, tuple[str, ...]]:
-    """The config's name, what is asked for, and what was assumed where nothing was said."""
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        raise ValueError("the first argument is a config file or the name of a preset")
-    arguments = [
-        word if word != "--json" or (following and not following.startswith("--")) else "--json=-"
-        for word, following in zip(arguments, [*arguments[1:], ""], strict=True)
-    ]
-    chips = _given(arguments, "--topology")
-    count = topology.parse(chips).count if chips else 1
-    if arguments[0] in ("-h", "--help"):
-        arguments = ["gpt2", "--help"]
-    name, rest = arguments[0], arguments[1:]
-    stated: tuple[str, ...] = ()
-    if name.endswith(".py") or "/" in name:
-        default, _ = run.read_config(Path(name))
-    else:
-        default, stated = _preset(name, count, arguments)
-    fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
-    asked = tyro.cli(Asked, default=Asked(**fields), args=rest, description=__doc__, prog="python -m jaxformer.plan CONFIG")
-    if not asked.topology:
-        raise ValueError("give --topology, such as v5e:4x4, v5p:4x4x4 or gpu:8xH200")
-    return name, asked, stated
-
-
-def _given(arguments: list[str], flag: str) -> str:
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if word == flag or word.startswith(flag + "="):
-            return following if word == flag else word.partition("=")[2]
-    return ""
-
-
-def _preset(name: str, count: int, arguments: list[str]) -> tuple[run.Config, tuple[str, ...]]:
-    """A run of a preset, as one would train it on ``count`` devices."""
-    if name not in presets.WITH_SIZES:
-        files = [str(path) for path in Path("configs").glob("*.py")]
-        raise ValueError(f"no preset {name!r}{nearest(name, [*presets.WITH_SIZES, *files])}")
-    no_dropout = {"attention_dropout": 0.0, "residual_dropout": 0.0, "embedding_dropout": 0.0}
-    cfg = presets.WITH_SIZES[name](dtype="bfloat16", scan=True, remat="dots", **no_dropout)
+def parse_plan(arguments: list[str]) -> tuple[PlanOptions, tuple[str, ...]]:
+    """The options, and what was assumed where they say nothing."""
+    given = re.search(r"--topology[ =](\S+)", " ".join(arguments))
+    count = topology.parse(given[1]).count if given else 1
     on_mesh = any(re.match(rf"--mesh\.({'|'.join(AXES)})\b", word) for word in arguments)
-    config = run.Config(
-        model=cfg,
-        data=DataConfig(length=min(cfg.max_length, LONGEST), batch_size=ROWS_A_DEVICE * count, separate=False),
-        train=run.TrainConfig(loss_chunk=512),
-        mesh=MeshConfig() if on_mesh else MeshConfig(fsdp=count),
-    )
-    stated = (
-        f"of the preset, unless told otherwise: {cfg.param_dtype} parameters, bfloat16 compute, scanned layers, remat='dots', "
-        f"no dropout, {ROWS_A_DEVICE} rows a device of one stream of tokens, loss in chunks of 512"
-        + ("" if on_mesh else ", fsdp over all devices"),
-    )
-    return config, stated
+    stated: list[str] = []
+
+    def defaults(name: str) -> PlanOptions:
+        config = read(name)
+        if isinstance(config, ModelConfig):
+            stated.append(
+                f"assumed for the preset unless given: {config.param_dtype} parameters, bfloat16 compute, scanned layers, "
+                f"remat='dots', no dropout, {ROWS_PER_DEVICE} rows per device of one stream of tokens, loss in chunks of 512"
+                + ("" if on_mesh else ", fsdp over all devices")
+            )
+            config = _preset_run(config, count, MeshConfig() if on_mesh else MeshConfig(fsdp=count))
+        return PlanOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(run.Config)})
+
+    options = parse(arguments, "plan", PLAN, defaults)
+    if not options.topology:
+        raise ValueError("give --topology, such as v5e:4x4, v5p:4x4x4 or gpu:8xH200")
+    return options, tuple(stated)
+
+
+def _preset_run(cfg: ModelConfig, count: int, mesh: MeshConfig) -> run.Config:
+    """A run of a preset, as one would train it on ``count`` devices."""
+    cfg = cfg.with_execution(dtype="bfloat16", scan=True, remat="dots", **dict.fromkeys(DROPOUTS, 0.0))
+    length, rows = min(cfg.max_length, LONGEST), ROWS_PER_DEVICE * count
+    data = DataConfig(length=length, batch_size=rows, segment_documents=False)
+    return run.Config(model=cfg, data=data, train=run.TrainConfig(loss_chunk=512), mesh=mesh)
 
 
 class _StandIn:
-    """A device as far as a mesh has to know of it, before any topology is asked for."""
+    """What a mesh has to know of a device that does not exist."""
 
     platform, process_index, device_kind = "", 0, ""
 
 
-def make(name: str, asked: Asked, where: topology.Topology, stated: tuple[str, ...], told: Console) -> Plan:
+def make(name: str, options: PlanOptions, stated: tuple[str, ...]) -> Plan:
     """The plan. Raises ValueError before compiling for a mesh or a batch that does not fit the devices."""
-    config = run.Config(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(run.Config)})
+    where = topology.parse(options.topology)
     stand_ins: list = [_StandIn() for _ in range(where.count)]
-    mesh = config.mesh.make(stand_ins)
-    programs.check(config, mesh, asked.decode)
+    mesh = options.mesh.make(stand_ins)
+    programs.check(options, mesh, options.decode)
     devices = topology.devices(where) if where.is_tpu else stand_ins
-    plan_one = lambda config: _plans(config, asked.decode, where, devices, told)
-    found = plan_one(config)
+    console = Console(stderr=True, highlight=False)
+    plan_run = lambda config: _program_plans(config, options.decode, where, devices, console)
+    plans = plan_run(options)
     sides = {axis: int(size) for axis, size in mesh.shape.items()}
-    failing = [program for program in found if not program.fits]
-    trials = advise.search(config, sides, failing, plan_one, asked.budget, told.print) if failing and asked.budget else ()
-    if where.is_tpu:
-        stated = (*stated, "sizes are the compiler's, times are estimates from its program, no measurement")
+    failing = [program for program in plans if not program.fits]
+    trials = (
+        advise.search(options, sides, failing, plan_run, options.budget, console.print) if failing and options.budget else ()
+    )
+    compiled = ("sizes are the compiler's; times are estimates from its program, not measurements",)
     return Plan(
         config=name,
         topology=where.text,
@@ -152,37 +234,28 @@ def make(name: str, asked: Asked, where: topology.Topology, stated: tuple[str, .
         devices=where.count,
         mesh=sides,
         by="compiler" if where.is_tpu else "arithmetic",
-        parameters=specs.count(model.spec(config.model), config.model),
-        stated=stated if where.is_tpu else (*stated, *arithmetic.STATED),
-        programs=tuple(found),
+        parameters=specs.count(model.spec(options.model), options.model),
+        stated=(*stated, *(compiled if where.is_tpu else analytic.STATED)),
+        programs=tuple(plans),
         trials=trials,
     )
 
 
-def _plans(config: run.Config, decode: bool, where: topology.Topology, devices: list, told: Console) -> list[ProgramPlan]:
+def _program_plans(
+    config: run.Config, decode: bool, where: topology.Topology, devices: list, console: Console
+) -> list[ProgramPlan]:
     mesh = config.mesh.make(devices)
     programs.check(config, mesh, decode)
     if not where.is_tpu:
-        return arithmetic.generation(config, mesh, where) if decode else [arithmetic.training_step(config, mesh, where)]
-    wanted = programs.generation(config, mesh, "tpu") if decode else [programs.training_step(config, mesh, "tpu")]
-    found = []
-    for program in wanted:
-        with Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=told, transient=True
-        ) as bar:
-            if not told.is_terminal:
-                told.print(f"compiling: {program.name}")
+        return analytic.generation(config, mesh, where) if decode else [analytic.training_step(config, mesh, where)]
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    plans: list[ProgramPlan] = []
+    for program in programs.generation(config, mesh) if decode else [programs.training_step(config, mesh)]:
+        with Progress(*columns, console=console, transient=True) as bar:
+            if not console.is_terminal:
+                console.print(f"compiling: {program.name}")
             bar.add_task(f"compiling: {program.name}", total=None)
-            found.append(compile.compiled(program, where, devices))
-        if not found[-1].fits:
+            plans.append(compile.compiled(program, where, devices))
+        if not plans[-1].fits:
             break
-    return found
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
-    except jax.errors.JaxRuntimeError as error:
-        sys.exit(f"error: the compiler refuses: {str(error).splitlines()[0]}")
+    return plans

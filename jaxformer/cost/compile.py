@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxformer.cost import hlo
-from jaxformer.cost.plan import Buffer, CollectiveSum, ProgramPlan, Time
+from jaxformer.cost.plan import CollectiveSum, ProgramPlan, Time
 from jaxformer.cost.programs import Program
 from jaxformer.cost.topology import GIB, Topology
 
@@ -97,7 +97,7 @@ def _work(
     """The plan's fields of FLOPs, traffic, collectives and time."""
     chip, work, used = topology.chip, reading.work, reading.collectives or []
     tokens, flops = program.tokens / topology.count, program.flops.total / topology.count
-    seconds = [sum(one.times * one.seconds for one in used if exposed >= one.hidden) for exposed in (True, False)]
+    seconds = [sum(one.times * one.seconds for one in used if every or not one.hidden) for every in (True, False)]
     if work is None:
         analysis = executable.cost_analysis() if executable is not None else None
         if not analysis:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jaxformer.config import ModelConfig
-from jaxformer.sharding import AXES, PARAMETERS, MeshConfig, place
-from jaxformer.spec import Param
+from jaxformer.config.spec import Param
+from jaxformer.parallel.sharding import AXES, PARAMETERS, MeshConfig, partition_spec
 
 AnyMesh = MeshConfig | Mesh | AbstractMesh
 Rules = dict[str, tuple[str, ...]]
@@ -29,7 +29,7 @@ def abstract_mesh(mesh: AnyMesh | None) -> AbstractMesh:
 
 def device_shape(letters: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
     """The shape that each device holds of a tensor."""
-    return NamedSharding(mesh, place(letters, shape, rules, mesh)).shard_shape(shape)
+    return NamedSharding(mesh, partition_spec(letters, shape, rules, mesh)).shard_shape(shape)
 
 
 def spread(spec: Any, cfg: ModelConfig, mesh: Mesh | AbstractMesh, rules: Rules = PARAMETERS, dtype: str | None = None) -> Any:
@@ -37,7 +37,7 @@ def spread(spec: Any, cfg: ModelConfig, mesh: Mesh | AbstractMesh, rules: Rules 
 
     def one(param: Param) -> jax.ShapeDtypeStruct:
         shape = param.shape(cfg)
-        sharding = NamedSharding(mesh, place(param.dims, shape, rules, mesh))
+        sharding = NamedSharding(mesh, partition_spec(param.dims, shape, rules, mesh))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(param.dtype or dtype or cfg.param_dtype), sharding=sharding)
 
     return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))

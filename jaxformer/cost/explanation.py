@@ -9,18 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxformer import spec as specs
-from jaxformer.component import resolve
-from jaxformer.config import ModelConfig
+from jaxformer.config import Latent, ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.cost import table
 from jaxformer.cost.device import AnyMesh, abstract_mesh, device_bytes, device_shape, spread
 from jaxformer.cost.table import Report, Table
 from jaxformer.cost.trace import Step, distinct, label, steps
-from jaxformer.decode.cache import layer_spec
 from jaxformer.nn import attention, mask, model
+from jaxformer.nn.cache import can_decode, layer_spec
 from jaxformer.parallel.mesh import check_batch
-from jaxformer.parts import Latent
-from jaxformer.sharding import ACTIVATIONS, AXES
+from jaxformer.parallel.sharding import ACTIVATIONS, AXES
 
 TRAINING = 3
 """Products of a training step per product of the forward: the gradient of each of its two operands is a product of the same
@@ -203,23 +201,19 @@ def _row(step: Step, total: int, devices: AbstractMesh) -> Row:
     return Row(step.name, step.formula, step.letters, step.shape, local, step.dtype, size, step.flops, step.times, share)
 
 
-def _decodes(cfg: ModelConfig) -> bool:
-    return cfg.causal and all(getattr(resolve("attention", layer.attention), "cache", None) for layer in cfg.layers)
-
-
 def _kept(name: str, layer: ModelConfig, layers: int) -> Kept:
     """What one layer caches of one token."""
     tensors = {
         name: dataclasses.replace(param, sizes=(*param.sizes, ("B", 1), ("S", 1))) for name, param in layer_spec(layer).items()
     }
     described = ", ".join(f"{name} {param.dims}" for name, param in tensors.items())
-    size = device_bytes(spread(tensors, layer, abstract_mesh(None), ACTIVATIONS, layer.dtype))
+    size = device_bytes(spread(tensors, layer, abstract_mesh(None), ACTIVATIONS, layer.execution.dtype))
     window = layer.window if isinstance(layer.window, int) else None
     return Kept(name, described, specs.count(tensors, layer), size, layers, window)
 
 
 def _cache(cfg: ModelConfig) -> tuple[Kept, ...]:
-    if not _decodes(cfg):
+    if not can_decode(cfg):
         return ()
     groups = distinct(cfg)[1]["decoder"]
     kinds = [_kept(label("decoder", numbers, len(groups)), cfg.layers[numbers[0]], len(numbers)) for numbers in groups]
@@ -229,18 +223,18 @@ def _cache(cfg: ModelConfig) -> tuple[Kept, ...]:
 
 
 def _cache_source(cfg: ModelConfig) -> Kept | None:
-    if not cfg.encoder_layers or not _decodes(cfg):
+    if not cfg.encoder_layers or not can_decode(cfg):
         return None
     params = specs.abstract(attention.spec(cfg), cfg)
-    x_BSD = jax.ShapeDtypeStruct((1, 1, cfg.d_model), cfg.dtype)
-    run = lambda params, x_BSD: attention.source_key_value(params, x_BSD, cfg, mask.arange(1))[:2]
+    x_BSD = jax.ShapeDtypeStruct((1, 1, cfg.d_model), cfg.execution.dtype)
+    run = lambda params, x_BSD: attention.source_key_value(params, x_BSD, mask.arange(1), cfg)[:2]
     kept = jax.eval_shape(run, params, x_BSD)
     numbers = sum(math.prod(x.shape) for x in kept)
     return Kept("cross_attention", "key, value", numbers, device_bytes(kept), cfg.n_layers)
 
 
 def _cache_multi_head(cfg: ModelConfig) -> Kept | None:
-    if cfg.attention != "latent" or not _decodes(cfg):
+    if cfg.attention != "latent" or not can_decode(cfg):
         return None
     plain = dataclasses.replace(cfg, attention="grouped", latent=Latent())
     return _kept("decoder.layer", plain.layers[0], cfg.n_layers)

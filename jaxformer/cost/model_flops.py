@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.nn import model
 
 

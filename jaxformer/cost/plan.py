@@ -189,7 +189,13 @@ def _program(program: ProgramPlan, compiled: bool) -> Report:
     if program.collectives:
         columns = ("collectives", "in the program", "runs", "GB", "s", "beside products")
         sums = [
-            (f"{c.count}", f"{c.runs:,.0f}", f"{c.bytes / 1e9:,.3g}", f"{c.seconds:.3g}", f"{c.overlapped_runs:,.0f}" * compiled)
+            (
+                f"{c.count}",
+                f"{c.runs:,.0f}",
+                f"{c.bytes / 1e9:,.3g}",
+                f"{c.seconds:.3g}",
+                f"{c.overlapped_runs:,.0f}" * compiled,
+            )
             for c in program.collectives
         ]
         report.append(Table(columns, [(c.kind, *cells) for c, cells in zip(program.collectives, sums, strict=True)]))
@@ -223,4 +229,3 @@ def _work(program: ProgramPlan) -> list[tuple[str, ...]]:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:,.2f}"
-

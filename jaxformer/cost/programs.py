@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxformer import run
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.cost import model_flops
 from jaxformer.cost.device import device_shape, spread
 from jaxformer.cost.model_flops import ModelFlops
-from jaxformer.decode import cache as caches
 from jaxformer.decode import loop
 from jaxformer.decode.sampling import GREEDY, compile_sampling
-from jaxformer.nn import model
+from jaxformer.nn import block, model
+from jaxformer.nn import cache as caches
 from jaxformer.nn.named import watch
 from jaxformer.parallel.mesh import batch_shardings, check_batch, jitted, state_shardings
-from jaxformer.sharding import ACTIVATIONS, place
-from jaxformer.spec import walk
-from jaxformer.training.step import init_state, make_update
+from jaxformer.parallel.sharding import ACTIVATIONS, partition_spec
+from jaxformer.training import run
+from jaxformer.training.update import init_state, make_update
 
 PLATFORM = "tpu"
 UPDATE = ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")
@@ -55,7 +55,7 @@ def batch_of(config: run.Config) -> dict[str, jax.ShapeDtypeStruct]:
     batch = {"tokens": entry("int32"), "targets": entry("int32"), "weights": entry("float32")}
     if config.model.encoder_layers:
         return batch | {"source": entry("int32", data.source_length), "source_valid": entry("bool", data.source_length)}
-    return batch | ({"segments": entry("int32"), "positions": entry("int32")} if data.separate else {})
+    return batch | ({"segments": entry("int32"), "positions": entry("int32")} if data.segment_documents else {})
 
 
 def check(config: run.Config, mesh: Mesh, decode: bool) -> None:
@@ -90,12 +90,12 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
     """What ``jf.generate`` runs for ``data.batch_size`` prompts of ``data.length`` tokens in all: reading the prompts, and a
     block of single steps, each with as many tokens in the cache. Parameters are in the compute dtype and one tree per layer;
     the cache is spread over the mesh by its letters."""
-    cfg = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     methods, values = compile_sampling(GREEDY, rows, cfg.vocab_size)
     plan = loop.Plan(cfg, length, (), 0, methods, slots=length, chunk=min(CHUNK, length))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    on_rows = lambda shape: NamedSharding(mesh, place("BT"[: len(shape)], shape, ACTIVATIONS, mesh))
+    on_rows = lambda shape: NamedSharding(mesh, partition_spec("BT"[: len(shape)], shape, ACTIVATIONS, mesh))
     prompts, lengths = (jax.ShapeDtypeStruct(x, jnp.int32, sharding=on_rows(x)) for x in ((rows, length), (rows,)))
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=everywhere)
     params = _unstacked(cfg, mesh)
@@ -131,22 +131,14 @@ def _sharded(tree: Any, where: Any) -> Any:
 
 
 def _unstacked(cfg: ModelConfig, mesh: Mesh) -> Any:
-    """Abstract parameters on the mesh, one tree per layer."""
-    stacked = spread(model.spec(cfg), cfg, mesh)
-    at = {tuple(entry.key for entry in path): leaf.sharding for path, leaf in jax.tree.leaves_with_path(stacked)}
-
-    def one(path, leaf):
-        keys = tuple(entry.key for entry in path)
-        if keys in at:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at[keys])
-        stack = at[tuple(key for key in keys if not key.isdigit())]
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*stack.spec[1:])))
-
-    return jax.tree.map_with_path(one, jax.eval_shape(functools.partial(model.unstack, cfg=cfg), stacked))
+    """Abstract parameters of a decoder on the mesh, one tree per layer."""
+    spec = model.spec(cfg)
+    layers = {str(i): specs.bound(block.spec(layer), layer) for i, layer in enumerate(cfg.layers)}
+    return spread(spec | {"decoder": spec["decoder"] | {"layers": layers}}, cfg, mesh)
 
 
 def _dimensions(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {path: param.shape(cfg) for path, param in walk(model.spec(cfg))}
+    return {path: param.shape(cfg) for path, param in specs.walk(model.spec(cfg))}
 
 
 class _Seen:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.architecture import BY_LAYER
 from jaxformer.nn import model
 from jaxformer.nn.named import scope, watch
 
@@ -40,7 +41,7 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
     """The steps for ``batch`` rows of ``length`` tokens (an encoder reads as many), in the order in which they run. Layers that
     are alike are one. What ``mtp`` adds in training comes last. Raises ValueError as ``jf.forward`` does."""
     # A kernel that never holds the scores computes the same products, which plain attention shows.
-    small, groups = distinct(dataclasses.replace(cfg, attention_kernel="xla"))
+    small, groups = distinct(cfg.with_execution(attention_kernel="xla"))
     abstract = specs.abstract(model.spec(small), small)
     params = jax.eval_shape(functools.partial(model.unstack, cfg=small), abstract)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
@@ -59,7 +60,9 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
         ordered += [step, *untold.get(number, [])]
     grouped = [_grouped(step, groups) for step in ordered]
     products = {(step.name, step.shape) for step in grouped if step.formula}
-    return [step for step in grouped if step.formula or (step.name, step.shape) not in products]  # a product's result has one row
+    return [
+        step for step in grouped if step.formula or (step.name, step.shape) not in products
+    ]  # a product's result has one row
 
 
 def _run(notes: "_Notes", cfg: ModelConfig, params: dict, ids: jax.Array) -> Any:
@@ -71,7 +74,7 @@ def _run(notes: "_Notes", cfg: ModelConfig, params: dict, ids: jax.Array) -> Any
             return model.pooled(params, hidden_BTD, cfg) if cfg.pooler else hidden_BTD
         out = [model.head(params, hidden_BTD, cfg)]
         if cfg.mtp:
-            next_BTD = model.after_next(params, hidden_BTD, ids, cfg)
+            next_BTD = model.after_next(params, hidden_BTD, ids, cfg).hidden
             with scope("mtp"):
                 out.append(model.head(params, next_BTD, cfg))
         return out
@@ -179,8 +182,8 @@ def distinct(cfg: ModelConfig) -> tuple[ModelConfig, dict[str, list[list[int]]]]
     groups = sorted(kinds.values(), key=max)  # the last is of the last layer's kind, which mtp's block shares
     chosen = [numbers[-1] for numbers in groups]
     fields: dict[str, Any] = {"n_layers": len(chosen)}
-    for name, value in ((field.name, getattr(cfg, field.name)) for field in dataclasses.fields(cfg)):
-        if isinstance(value, tuple) and value == tuple(getattr(layer, name) for layer in cfg.layers):  # one value per layer
+    for name in BY_LAYER:
+        if type(value := getattr(cfg, name)) is tuple:
             fields[name] = tuple(value[number] for number in chosen)
     if cfg.experts.layers is not None:
         having = tuple(at for at, number in enumerate(chosen) if number in cfg.experts.layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import tyro
 
-from jaxformer import spec as specs
+from jaxformer.config import spec as specs
 from jaxformer.hf import files, load, save
 from jaxformer.hf.fields import read_json
 from jaxformer.hf.hub import carry, locate
@@ -112,10 +112,10 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
         run: Directory to write; it must not exist yet.
         revision: Branch, tag or commit of a hub's id.
     """
-    from jaxformer.data import tokenizer
-    from jaxformer.run import Config, write_run
-    from jaxformer.training.checkpoint import Checkpoints
-    from jaxformer.training.step import TrainState
+    from jaxformer.tokenizers import tokenizer
+    from jaxformer.training.checkpoints import Checkpoints
+    from jaxformer.training.run import Config, write_run
+    from jaxformer.training.update import TrainState
 
     if run.exists():
         raise ValueError(f"{run} exists; choose another directory")
@@ -138,7 +138,7 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
         folder: Where to; it must not hold weights yet.
         family: The model_type to write, where several fit.
     """
-    from jaxformer.run import load as load_run
+    from jaxformer.training.run import load as load_run
 
     cfg, params, tok = load_run(run)
     save(folder, cfg, params, family, tok=tok)

@@ -64,8 +64,8 @@ def _write_bert(cfg: ModelConfig) -> dict[str, Any]:
         "hidden_act": inverse(PLAIN, cfg.mlp),
         "type_vocab_size": cfg.token_types,
         "tie_word_embeddings": cfg.tied_head,
-        "attention_probs_dropout_prob": cfg.attention_dropout,
-        "hidden_dropout_prob": cfg.residual_dropout,
+        "attention_probs_dropout_prob": cfg.execution.attention_dropout,
+        "hidden_dropout_prob": cfg.execution.residual_dropout,
     }
 
 
@@ -156,8 +156,8 @@ def _write_bart(cfg: ModelConfig) -> dict[str, Any]:
         "activation_function": inverse(PLAIN, cfg.mlp),
         "scale_embedding": cfg.scale_embedding,
         "tie_word_embeddings": cfg.tied_head,
-        "attention_dropout": cfg.attention_dropout,
-        "dropout": cfg.residual_dropout,
+        "attention_dropout": cfg.execution.attention_dropout,
+        "dropout": cfg.execution.residual_dropout,
         "is_encoder_decoder": True,
         "forced_eos_token_id": None,  # 2 where it is not said
     }

@@ -4,12 +4,11 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import Experts, Latent, ModelConfig
 from jaxformer.hf.fields import Fields, mscale
 from jaxformer.hf.layout import Source
 from jaxformer.hf.llama import SHARED, read, tensors, write, write_windows
 from jaxformer.hf.tables import Family, Table, linear, normed
-from jaxformer.parts import Experts, Latent
 
 
 def _common(f: Fields) -> None:
@@ -51,16 +50,16 @@ def _read_mixtral(f: Fields, names: Collection[str]) -> dict[str, Any]:
     f.only(router_jitter_noise=0.0)
     number = _same(f, ("num_local_experts", "num_experts"), 8)
     choices = f("num_experts_per_tok", 2)
-    experts = Experts(number=number, per_token=choices, d_ff=f("intermediate_size"), balance_loss=_balance(f, choices))
-    return read(f, window=f("sliding_window", None), experts=experts)
+    experts = Experts(n_experts=number, per_token=choices, d_ff=f("intermediate_size"))
+    return read(f, window=f("sliding_window", None), experts=experts, balance_loss=_balance(f, choices))
 
 
 def _write_mixtral(cfg: ModelConfig) -> dict[str, Any]:
     return write(cfg) | {
         "intermediate_size": cfg.experts.d_ff,
-        "num_local_experts": cfg.experts.number,
+        "num_local_experts": cfg.experts.n_experts,
         "num_experts_per_tok": cfg.experts.per_token,
-        "router_aux_loss_coef": cfg.experts.balance_loss / cfg.experts.per_token,
+        "router_aux_loss_coef": cfg.execution.balance_loss / cfg.experts.per_token,
         "sliding_window": write_windows(cfg)["sliding_window"],
     }
 
@@ -78,16 +77,17 @@ def _read_qwen3(f: Fields, names: Collection[str]) -> dict[str, Any]:
     number, step, dense = f("num_hidden_layers"), f("decoder_sparse_step", 1), f("mlp_only_layers", None) or ()
     layers = tuple(i for i in range(number) if i not in dense and (i + 1) % step == 0)
     experts = Experts(
-        number=_same(f, ("num_experts", "num_local_experts"), 128),
+        n_experts=_same(f, ("num_experts", "num_local_experts"), 128),
         per_token=f("num_experts_per_tok", 8),
         d_ff=f("moe_intermediate_size", 768),
-        balance_loss=_balance(f, f("num_experts_per_tok", 8)),
         normalize=f("norm_topk_prob", False),
         layers=None if len(layers) == number else layers,
     )
+    loss = _balance(f, experts.per_token)
     bias, window = f("attention_bias", False), f("sliding_window", 4096)
     slides = f("use_sliding_window", False)
-    return read(f, qkv_bias=bias, out_bias=bias, qk_norm="head", window=window if slides else None, experts=experts)
+    window = window if slides else None
+    return read(f, qkv_bias=bias, out_bias=bias, qk_norm="head", window=window, experts=experts, balance_loss=loss)
 
 
 def _write_qwen3(cfg: ModelConfig) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def _write_qwen3(cfg: ModelConfig) -> dict[str, Any]:
         write(cfg)
         | _write_dense(cfg)
         | {
-            "num_experts": cfg.experts.number,
+            "num_experts": cfg.experts.n_experts,
             "num_experts_per_tok": cfg.experts.per_token,
             "moe_intermediate_size": cfg.experts.d_ff,
             "norm_topk_prob": cfg.experts.normalize,
-            "router_aux_loss_coef": cfg.experts.balance_loss / cfg.experts.per_token,
+            "router_aux_loss_coef": cfg.execution.balance_loss / cfg.experts.per_token,
             "decoder_sparse_step": 1,
             "attention_bias": cfg.qkv_bias,
             "sliding_window": window,
@@ -133,7 +133,7 @@ def _read_deepseek(f: Fields, names: Collection[str]) -> dict[str, Any]:
         raise ValueError(f"config.json: num_nextn_predict_layers={ahead} is not supported; supported: 0, 1")
     first = f("first_k_dense_replace", 3)
     experts = Experts(
-        number=_same(f, ("n_routed_experts", "num_local_experts"), 256),
+        n_experts=_same(f, ("n_routed_experts", "num_local_experts"), 256),
         per_token=f("num_experts_per_tok", 8),
         d_ff=f("moe_intermediate_size", 2048),
         layers=tuple(range(first, number)) if first else None,
@@ -181,7 +181,7 @@ def _write_deepseek(cfg: ModelConfig) -> dict[str, Any]:
         "v_head_dim": own.value_dim,
         "rope_interleave": cfg.rope_layout == "interleaved",
         "rope_scaling": _write_mscale(cfg),
-        "n_routed_experts": experts.number,
+        "n_routed_experts": experts.n_experts,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.d_ff,
         "first_k_dense_replace": cfg.n_layers - len(layers),

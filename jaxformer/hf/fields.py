@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxformer.component import nearest
-from jaxformer.parts import RopeScaling
+from jaxformer.config import RopeScaling
+from jaxformer.config.components import nearest
 
 log = logging.getLogger(__name__)
 WITHOUT_EFFECT = frozenset(

@@ -45,9 +45,9 @@ def _write_gpt2(cfg: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": cfg.norm_eps,
         "activation_function": inverse(PLAIN, cfg.mlp),
         "tie_word_embeddings": cfg.tied_head,
-        "attn_pdrop": cfg.attention_dropout,
-        "resid_pdrop": cfg.residual_dropout,
-        "embd_pdrop": cfg.embedding_dropout,
+        "attn_pdrop": cfg.execution.attention_dropout,
+        "resid_pdrop": cfg.execution.residual_dropout,
+        "embd_pdrop": cfg.execution.embedding_dropout,
     }
 
 
@@ -125,9 +125,9 @@ def _write_neo(cfg: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": cfg.norm_eps,
         "activation_function": inverse(PLAIN, cfg.mlp),
         "tie_word_embeddings": cfg.tied_head,
-        "attention_dropout": cfg.attention_dropout,
-        "resid_dropout": cfg.residual_dropout,
-        "embed_dropout": cfg.embedding_dropout,
+        "attention_dropout": cfg.execution.attention_dropout,
+        "resid_dropout": cfg.execution.residual_dropout,
+        "embed_dropout": cfg.execution.embedding_dropout,
     }
 
 
@@ -170,8 +170,8 @@ def _write_neox(cfg: ModelConfig) -> dict[str, Any]:
         "use_parallel_residual": cfg.residual == "parallel",
         "attention_bias": cfg.qkv_bias,
         "tie_word_embeddings": cfg.tied_head,
-        "attention_dropout": cfg.attention_dropout,
-        "hidden_dropout": cfg.residual_dropout,
+        "attention_dropout": cfg.execution.attention_dropout,
+        "hidden_dropout": cfg.execution.residual_dropout,
         "rotary_pct": cfg.rope_fraction,
         "rotary_emb_base": cfg.rope_theta,
         "rope_scaling": write_rope(cfg.rope_scaling),

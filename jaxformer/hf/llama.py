@@ -40,7 +40,7 @@ def write(cfg: ModelConfig, activation: str = "hidden_act") -> dict[str, Any]:
         "rms_norm_eps": cfg.norm_eps,
         activation: inverse(GATED, cfg.mlp),
         "tie_word_embeddings": cfg.tied_head,
-        "attention_dropout": cfg.attention_dropout,
+        "attention_dropout": cfg.execution.attention_dropout,
         "rope_theta": cfg.rope_theta,
         "rope_scaling": write_rope(cfg.rope_scaling),
     }
@@ -172,8 +172,8 @@ def _write_phi3(cfg: ModelConfig) -> dict[str, Any]:
         "partial_rotary_factor": cfg.rope_fraction,
         "original_max_position_embeddings": cfg.max_length,
         "sliding_window": write_windows(cfg)["sliding_window"],
-        "resid_pdrop": cfg.residual_dropout,
-        "embd_pdrop": cfg.embedding_dropout,
+        "resid_pdrop": cfg.execution.residual_dropout,
+        "embd_pdrop": cfg.execution.embedding_dropout,
     }
 
 
@@ -200,7 +200,7 @@ def _write_stablelm(cfg: ModelConfig) -> dict[str, Any]:
         "use_qkv_bias": cfg.qkv_bias,
         "use_parallel_residual": cfg.residual == "parallel",
         "partial_rotary_factor": cfg.rope_fraction,
-        "hidden_dropout": cfg.residual_dropout,
+        "hidden_dropout": cfg.execution.residual_dropout,
     }
 
 

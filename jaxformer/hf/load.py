@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import spec as specs
-from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.components import nearest
+from jaxformer.config.spec import Param
+from jaxformer.config.strict import dtype_name
 from jaxformer.hf import encoders, experts, files, gemma, gpt, llama, t5
 from jaxformer.hf.fields import Fields, read_json
 from jaxformer.hf.hub import locate
@@ -19,8 +21,6 @@ from jaxformer.hf.layout import Source
 from jaxformer.hf.place import Placer, blocks, sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import block, model
-from jaxformer.record import dtype_name
-from jaxformer.spec import Param
 
 ROOMS = (llama, gemma, gpt, encoders, t5, experts)
 FAMILIES = {family.model_type: family for room in ROOMS for family in room.FAMILIES}
@@ -70,7 +70,7 @@ def prepare(
     if dtype is None:
         free = [path for path, param in specs.walk(model.spec(cfg)) if param.dtype is None]
         dtype = _dtype({tensors.entries[source.name].dtype for path in free for _, source in sources[path]})
-    cfg = dataclasses.replace(cfg, dtype=dtype, param_dtype=dtype)
+    cfg = dataclasses.replace(cfg.with_execution(dtype=dtype), param_dtype=dtype)
 
     def read(shardings: Any = None) -> dict:
         placed = {} if shardings is None else dict(specs.walk(shardings))
@@ -111,7 +111,7 @@ def numbered(path: str, param: Param, source: Source, cfg: ModelConfig) -> Numbe
         own = [number for number, layer in enumerate(layers) if block.has(layer, part)]
         names = {(row,): source.name.replace("{i}", str(number)) for row, number in enumerate(own)}
     if "{e}" in source.name:
-        experts = range(cfg.experts.number)
+        experts = range(cfg.experts.n_experts)
         names = {(*rows, e): name.replace("{e}", str(e)) for rows, name in names.items() for e in experts}
     return [(rows, source._replace(name=name)) for rows, name in names.items()]
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.spec import Param
 from jaxformer.hf import files
 from jaxformer.hf.layout import Source
-from jaxformer.spec import Param
 
 Sources = Sequence[tuple[tuple[int, ...], Source]]
 """``(rows of ours, source)``: the rows are of the layers and experts that a file has tensors of their own for."""

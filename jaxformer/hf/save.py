@@ -10,19 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.spec import Param
 from jaxformer.hf import files
 from jaxformer.hf.layout import Source
 from jaxformer.hf.load import FAMILIES, numbered, read_config
 from jaxformer.hf.place import sizes_of
 from jaxformer.hf.tables import Family
 from jaxformer.nn import model, rope
-from jaxformer.parts import BALANCING, DROPOUTS, HOW
-from jaxformer.spec import Param
 
 # What a file does not say, and the model's numbers do not depend on
-EXECUTION = ("dtype", "param_dtype", *HOW, "init", "init_std", "scale_residual_init")
+UNUSED = ("param_dtype", "execution", "init", "init_std", "scale_residual_init")
 TOKENS = ("bos", "eos", "pad")
 
 
@@ -99,17 +98,14 @@ def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[
 
 def _plain(cfg: ModelConfig) -> dict[str, Any]:
     """All that the numbers depend on, at inference."""
-    unused = set(EXECUTION + DROPOUTS)
-    inference: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(cfg.experts) if field.name in BALANCING
-    }
+    unused = set(UNUSED)
     if cfg.position != "rope":
         unused |= {"rope_theta", "rope_layout", "rope_fraction", "rope_scaling", "rope_local_theta"}
     if cfg.position != "relative":
         unused |= {"relative_buckets", "relative_distance"}
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in unused}
-    sparse = [number for number, layer in enumerate(cfg.layers) if layer.experts.number]
-    values["experts"] = dataclasses.replace(cfg.experts, **inference, layers=tuple(sparse) if sparse else None)
+    sparse = [number for number, layer in enumerate(cfg.layers) if layer.experts.n_experts]
+    values["experts"] = dataclasses.replace(cfg.experts, layers=tuple(sparse) if sparse else None)
     if len(sparse) == cfg.n_layers:
         values["d_ff"] = None  # no layer has such a feed-forward
     standard = (cfg.head_dim + cfg.latent.rope_dim if cfg.attention == "latent" else cfg.head_dim) ** -0.5

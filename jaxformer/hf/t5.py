@@ -67,7 +67,7 @@ def _write_t5(cfg: ModelConfig) -> dict[str, Any]:
         "relative_attention_max_distance": cfg.relative_distance,
         "tie_word_embeddings": cfg.tied_head,
         "scale_decoder_outputs": cfg.scale_head,
-        "dropout_rate": cfg.residual_dropout,
+        "dropout_rate": cfg.execution.residual_dropout,
         "is_encoder_decoder": True,
         "pad_token_id": cfg.start_token,
     }

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxformer.cost.hlo import buffers, collectives, hlo_cost, text
+from jaxformer.cost.hlo import hlo_cost, text
+from jaxformer.cost.hlo.buffers import Dims, Memory, read_buffers
+from jaxformer.cost.hlo.collectives import Collective, find_collectives
 from jaxformer.cost.topology import Topology
 
 TESTED = {"jax": "0.10.2", "libtpu": "0.0.52"}
@@ -20,9 +22,9 @@ TESTED = {"jax": "0.10.2", "libtpu": "0.0.52"}
 class Reading:
     """What the texts of one program say; None for what was not understood."""
 
-    memory: buffers.Memory | None
+    memory: Memory | None
     work: hlo_cost.Work | None
-    collectives: list[collectives.Collective] | None
+    collectives: list[Collective] | None
     problem: str
     """What was not understood, and with which versions; empty if everything was."""
 
@@ -33,7 +35,7 @@ def finished(folder: Path) -> bool:
 
 
 def read(
-    folder: Path, activations: buffers.Dims, parameters: buffers.Dims, topology: Topology, coordinates: list[tuple[int, ...]]
+    folder: Path, activations: Dims, parameters: Dims, topology: Topology, coordinates: list[tuple[int, ...]]
 ) -> Reading:
     """Reads the texts in a folder that was given to XLA as ``xla_dump_to``.
 
@@ -53,10 +55,10 @@ def read(
 
     assigned = attempt("the optimized program", text.parse, _text(folder, "after_optimizations"))
     final = attempt("the final program", text.parse, _text(folder, "after_codegen")) if finished(folder) else assigned
-    places = [_text(folder, f"after_optimizations-{name}") for name in ("buffer-assignment", "live-range")]
-    memory = attempt("the buffer assignment", buffers.read, *places, assigned, activations, parameters)
+    sources = [_text(folder, f"after_optimizations-{name}") for name in ("buffer-assignment", "live-range")]
+    memory = attempt("the buffer assignment", read_buffers, *sources, assigned, activations, parameters)
     work = attempt("the work of the program", _work, final)
-    used = attempt("its collectives", collectives.collectives, final, topology, coordinates)
+    used = attempt("its collectives", find_collectives, final, topology, coordinates)
     return Reading(memory, work, used, _problem(problems))
 
 

@@ -40,7 +40,9 @@ _RANGE = re.compile(r"^\s+(\S+?):(\d+)-(\d+)\s*$")
 _STEP = re.compile(r"^\s+(\d+):(\S+)\s*$")
 
 
-def read(assignment: str, ranges: str, module: Module, activations: Dims | None = None, parameters: Dims | None = None) -> Memory:
+def read_buffers(
+    assignment: str, ranges: str, module: Module, activations: Dims | None = None, parameters: Dims | None = None
+) -> Memory:
     """The memory of a program, by XLA's texts ``buffer-assignment`` and ``live-range``. activations: the named ones, with the
     dimensions that one device holds of them; parameters: with all their dimensions. Raises ValueError for a text in which
     nothing is allocated or no value lives."""

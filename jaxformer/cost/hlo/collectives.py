@@ -31,7 +31,7 @@ class Collective:
     """Whether matrix products run between its start and its end."""
 
 
-def collectives(module: Module, topology: Topology, coordinates: list[tuple[int, ...]]) -> list[Collective]:
+def find_collectives(module: Module, topology: Topology, coordinates: list[tuple[int, ...]]) -> list[Collective]:
     """The collectives of a program. One that runs beside other instructions is written several times: at its start, beside
     each of them and at its end. Its channel identifies it, and it counts once. coordinates: each device's in the torus."""
     by_channel: dict[tuple[str, object, str], Collective] = {}

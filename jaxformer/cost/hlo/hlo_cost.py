@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from jaxformer.cost.hlo.text import Computation, Instruction, Module, Shape
