@@ -6,7 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig
 from jaxformer.cost import model_flops
@@ -24,7 +24,7 @@ from jaxformer.training.objective import loss_sum
 from jaxformer.training.update import init_state
 
 STATED = (
-    "computed, nothing was compiled: parameters, gradients, optimizer and cache are exact",
+    "computed by arithmetic, nothing was compiled: parameters, gradients, optimizer and cache are exact",
     "activations are what JAX keeps for the backward pass; temporaries are only the logits or the scores of one layer: both as "
     "in plain attention, which needs more than cuDNN's",
     "time is at the full speed of chip, memory and links, which no program reaches",
@@ -32,7 +32,7 @@ STATED = (
 )
 
 
-def training_step(config: run.Config, mesh: AbstractMesh, topology: Topology) -> ProgramPlan:
+def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> ProgramPlan:
     """The update."""
     cfg, train = config.model, config.train
     batch = batch_of(config)
@@ -56,19 +56,11 @@ def training_step(config: run.Config, mesh: AbstractMesh, topology: Topology) ->
     # compute dtype.
     traffic = 3 * params + 2 * optimizer + train.microbatches * (3 * params / 2 + 3 * sizes["activations"])
     used = _collectives(cfg, mesh, topology, rows * length, train.microbatches)
-    return _plan(
-        "training step",
-        sizes,
-        rows * length,
-        flops,
-        _hardware_flops(cfg, flops, chunked, rows * length),
-        traffic,
-        used,
-        topology,
-    )
+    hardware_flops = _hardware_flops(cfg, flops, chunked, rows * length)
+    return _plan("training step", sizes, rows * length, flops, hardware_flops, traffic, used, topology)
 
 
-def generation(config: run.Config, mesh: AbstractMesh, topology: Topology) -> list[ProgramPlan]:
+def generation(config: run.Config, mesh: Mesh, topology: Topology) -> list[ProgramPlan]:
     """Reading the prompts, and a block of decoding steps."""
     cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
@@ -91,21 +83,17 @@ def generation(config: run.Config, mesh: AbstractMesh, topology: Topology) -> li
     ]
 
 
-def _plan(
-    name: str,
-    sizes: dict[str, float],
-    tokens: int,
-    flops: ModelFlops,
-    hardware_flops: float,
-    traffic: float,
-    used: list[CollectiveSum],
-    topology: Topology,
-) -> ProgramPlan:
+def _plan(name, sizes, tokens, flops: ModelFlops, hardware_flops, traffic, used, topology: Topology) -> ProgramPlan:
     chip, count = topology.chip, topology.count
     compute, links = hardware_flops / count / chip.peak, sum(c.seconds for c in used)
     largest = [Buffer(int(size), kind, f"all {kind}", "") for kind, size in sizes.items()]
     return ProgramPlan.of(
-        *(name, tokens, flops, topology, sum(sizes.values()), chip.hbm),
+        name,
+        tokens,
+        flops,
+        topology,
+        needed=sum(sizes.values()),
+        available=chip.hbm,
         memory={kind: int(size) for kind, size in sizes.items()},
         largest=tuple(sorted(largest, key=lambda buffer: -buffer.bytes)),
         hardware_flops=hardware_flops / count,
@@ -140,7 +128,7 @@ def saved(cfg: ModelConfig, batch: dict, **options) -> list[tuple[tuple[int, ...
     return [(x.shape, math.prod(x.shape) * x.dtype.itemsize) for x in kept if (x.shape, x.dtype) not in inputs]
 
 
-def saved_bytes(cfg: ModelConfig, batch: dict, rows: int, mesh: AbstractMesh, **options) -> float:
+def saved_bytes(cfg: ModelConfig, batch: dict, rows: int, mesh: Mesh, **options) -> float:
     """Bytes of ``saved`` on one device, for so many rows. What grows with the rows is spread as they are, and over ``tensor``
     if it has heads, a feed-forward width or the vocabulary; the rest are copies of parameters, spread as parameters are. An
     estimate: XLA may keep less."""
@@ -156,15 +144,15 @@ def saved_bytes(cfg: ModelConfig, batch: dict, rows: int, mesh: AbstractMesh, **
     return total
 
 
-def _local_rows(rows: float, mesh: AbstractMesh) -> float:
+def _local_rows(rows: float, mesh: Mesh) -> float:
     return rows / math.prod(mesh.shape[axis] for axis in ROWS)
 
 
-def _logits(cfg: ModelConfig, rows: float, mesh: AbstractMesh) -> float:
+def _logits(cfg: ModelConfig, rows: float, mesh: Mesh) -> float:
     return _local_rows(rows, mesh) * cfg.vocab_size / mesh.shape["tensor"] * 4
 
 
-def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, mesh: AbstractMesh) -> float:
+def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, mesh: Mesh) -> float:
     """Logits and their gradient; or one layer's scores, in float32 and in the compute dtype, and their gradients."""
     logits = 2 * _logits(cfg, rows, mesh) * min(chunk or length, length)
     heads = max(layer.n_heads for layer in cfg.layers) / mesh.shape["tensor"]
@@ -172,9 +160,7 @@ def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, me
     return max(logits, scores * 2 * (4 + jnp.dtype(cfg.execution.dtype).itemsize))
 
 
-def _collectives(
-    cfg: ModelConfig, mesh: AbstractMesh, topology: Topology, tokens: int, microbatches: int = 0
-) -> list[CollectiveSum]:
+def _collectives(cfg: ModelConfig, mesh: Mesh, topology: Topology, tokens: int, microbatches: int = 0) -> list[CollectiveSum]:
     """The usual scheme: weights are gathered in the compute dtype for each pass, and gradients scattered (fsdp) or summed
     (data); activations are summed twice per layer and pass (tensor). microbatches: those of training; 0: one forward."""
     training, parts = microbatches > 0, max(1, microbatches)

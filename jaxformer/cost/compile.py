@@ -40,14 +40,9 @@ def compiled(program: Program, topology: Topology, devices: Sequence[Any]) -> Pr
         reading = hlo.read(Path(name), program.activations, program.parameters, topology, where)
     notes = [reading.problem] if reading.problem else []
     needed, available, memory = _memory(reading, executable, refusal, topology, notes)
-    return ProgramPlan.of(
-        *(program.name, program.tokens, program.flops, topology, needed, available),
-        **({"fits": False} if refusal else {}),
-        **memory,
-        **_work(program, topology, reading, executable, refusal, notes),
-        compile_seconds=round(seconds, 1),
-        notes=tuple(notes),
-    )
+    fields = memory | _work(program, topology, reading, executable, refusal, notes) | ({"fits": False} if refusal else {})
+    fields |= {"compile_seconds": round(seconds, 1), "notes": tuple(notes)}
+    return ProgramPlan.of(program.name, program.tokens, program.flops, topology, needed, available, **fields)
 
 
 @contextlib.contextmanager
@@ -97,14 +92,15 @@ def _work(
     """The plan's fields of FLOPs, traffic, collectives and time."""
     chip, work, used = topology.chip, reading.work, reading.collectives or []
     tokens, flops = program.tokens / topology.count, program.flops.total / topology.count
-    seconds = [sum(one.times * one.seconds for one in used if every or not one.hidden) for every in (True, False)]
+    network = sum(one.times * one.seconds for one in used)
+    exposed = sum(one.times * one.seconds for one in used if not one.hidden)
     if work is None:
         analysis = executable.cost_analysis() if executable is not None else None
         if not analysis:
             return {}
         counted, traffic = float(analysis.get("flops", 0.0)), float(analysis.get("bytes accessed", 0.0))
         notes.append("FLOPs and traffic are the compiler's, which count a loop once; compute is at least FLOPs / peak")
-        spent = Time.of(max(counted, flops) / chip.peak, traffic / chip.bandwidth, *seconds, flops, tokens, chip)
+        spent = Time.of(max(counted, flops) / chip.peak, traffic / chip.bandwidth, network, exposed, flops, tokens, chip)
         return {"hardware_flops": counted, "traffic_bytes": int(traffic), "collectives": _sums(used), "time": spent}
     if work.unknown_loops:
         notes.append(f"{work.unknown_loops} loops of unknown length were counted once")
@@ -123,7 +119,7 @@ def _work(
         "kernel_flops": work.kernel_flops,
         "traffic_bytes": int(work.traffic),
         "collectives": _sums(used),
-        "time": Time.of(compute, work.traffic / chip.bandwidth, *seconds, flops, tokens, chip),
+        "time": Time.of(compute, work.traffic / chip.bandwidth, network, exposed, flops, tokens, chip),
     }
 
 

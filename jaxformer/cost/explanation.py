@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Kept:
-    """What each layer of one kind caches per token while decoding."""
+    """What each layer of one kind caches while decoding: per token, or per row what does not grow with its tokens."""
 
     name: str
     tensors: str
@@ -57,11 +57,14 @@ class Kept:
     layers: int
     window: int | None = None
     """How many of the last tokens are kept; None: all tokens."""
+    per: str = "token"
 
     def __str__(self) -> str:
         window = f", of the last {self.window:,} tokens" if self.window else ""
         layers = f"{self.layers} layers" if self.layers > 1 else "1 layer"
-        return f"{self.numbers:,} numbers ({self.tensors}), {scaled(self.bytes, 'B')} per token in each of {layers}{window}"
+        return (
+            f"{self.numbers:,} numbers ({self.tensors}), {scaled(self.bytes, 'B')} per {self.per} in each of {layers}{window}"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Explanation:
     training_flops: int
     """Three times the FLOPs of the rows, which with ``mtp`` are more than the forward's. Recomputation is left out."""
     cache: tuple[Kept, ...]
-    """The cache per token, by kind of layer; empty for a model that does not decode with a cache."""
+    """The cache by kind of layer; empty for a model that does not decode with a cache."""
     cache_source: Kept | None
     """The cache per token of the source, in an encoder–decoder."""
     cache_multi_head: Kept | None
@@ -92,7 +95,7 @@ class Explanation:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the cache per token, in all layers, as long as no window is full."""
-        return sum(kept.bytes * kept.layers for kept in self.cache)
+        return sum(kept.bytes * kept.layers for kept in self.cache if kept.per == "token")
 
     def __str__(self) -> str:
         return table.text(self.report())
@@ -131,7 +134,7 @@ class Explanation:
             ("training step", f"{scaled(self.training_flops, 'FLOPs')}: {TRAINING} × forward{ahead}"),
         ]
         lines += [(f"cache, {kept.name}", str(kept)) for kept in self.cache]
-        if self.cache:
+        if self.cache_bytes:
             lines.append(("cache, all layers", f"{scaled(self.cache_bytes, 'B')} per token"))
         if self.cache_multi_head:
             lines.append(("with multi-head attention", str(self.cache_multi_head)))
@@ -201,22 +204,24 @@ def _row(step: Step, total: int, devices: AbstractMesh) -> Row:
     return Row(step.name, step.formula, step.letters, step.shape, local, step.dtype, size, step.flops, step.times, share)
 
 
-def _kept(name: str, layer: ModelConfig, layers: int) -> Kept:
-    """What one layer caches of one token."""
-    tensors = {
-        name: dataclasses.replace(param, sizes=(*param.sizes, ("B", 1), ("S", 1))) for name, param in layer_spec(layer).items()
-    }
-    described = ", ".join(f"{name} {param.dims}" for name, param in tensors.items())
-    size = device_bytes(spread(tensors, layer, abstract_mesh(None), ACTIVATIONS, layer.execution.dtype))
-    window = layer.window if isinstance(layer.window, int) else None
-    return Kept(name, described, specs.count(tensors, layer), size, layers, window)
+def _kept(name: str, layer: ModelConfig, layers: int) -> list[Kept]:
+    """What one layer caches of one token, and of one row."""
+    cached = specs.with_sizes(layer_spec(layer), {"B": 1, "S": 1})
+    kinds = []
+    for per, grows in (("token", True), ("row", False)):
+        if tensors := {name: param for name, param in cached.items() if ("S" in param.dims) == grows}:
+            described = ", ".join(f"{name} {param.dims}" for name, param in tensors.items())
+            size = device_bytes(spread(tensors, layer, abstract_mesh(None), ACTIVATIONS, layer.execution.dtype))
+            window = layer.window if isinstance(layer.window, int) and grows else None
+            kinds.append(Kept(name, described, specs.count(tensors, layer), size, layers, window, per))
+    return kinds
 
 
 def _cache(cfg: ModelConfig) -> tuple[Kept, ...]:
     if not can_decode(cfg):
         return ()
     groups = distinct(cfg)[1]["decoder"]
-    kinds = [_kept(label("decoder", numbers, len(groups)), cfg.layers[numbers[0]], len(numbers)) for numbers in groups]
+    kinds = [kept for at in groups for kept in _kept(label("decoder", at, len(groups)), cfg.layers[at[0]], len(at))]
     if len({dataclasses.replace(kind, name="", layers=0) for kind in kinds}) == 1:  # the layers differ in something else
         kinds = [dataclasses.replace(kinds[0], name="decoder.layer", layers=cfg.n_layers)]
     return tuple(kinds)
@@ -237,4 +242,4 @@ def _cache_multi_head(cfg: ModelConfig) -> Kept | None:
     if cfg.attention != "latent" or not can_decode(cfg):
         return None
     plain = dataclasses.replace(cfg, attention="grouped", latent=Latent())
-    return _kept("decoder.layer", plain.layers[0], cfg.n_layers)
+    return _kept("decoder.layer", plain.layers[0], cfg.n_layers)[0]

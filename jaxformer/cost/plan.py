@@ -200,8 +200,9 @@ def _program(program: ProgramPlan, compiled: bool) -> Report:
         ]
         report.append(Table(columns, [(c.kind, *cells) for c, cells in zip(program.collectives, sums, strict=True)]))
     if compiled:
-        took = f"{program.compile_seconds:.0f} s", f"{program.host_bytes / GIB:.2g} GiB"
-        report.append(Table(("compilation", "time", "memory of this machine"), [("", *took)]))
+        report.append(
+            f"compiled in {program.compile_seconds:.0f} s with {program.host_bytes / GIB:.2g} GiB of this machine's memory"
+        )
     return report + [f"note: {note}" for note in program.notes]
 
 
@@ -223,7 +224,7 @@ def _work(program: ProgramPlan) -> list[tuple[str, ...]]:
         ("memory traffic", f"{program.traffic_bytes / 1e9:,.4g} GB", ""),
         ("compute", f"{time.compute:.4g} s", f"MFU {time.compute_mfu:.1%} if nothing else took time"),
         ("memory", f"{time.memory:.4g} s", ""),
-        ("network", f"{time.network:.4g} s", f"{time.exposed_network:.4g} s of it beside nothing"),
+        ("network", f"{time.network:.4g} s", f"{time.exposed_network:.4g} s of it not overlapped"),
     ]
 
 

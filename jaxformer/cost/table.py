@@ -1,6 +1,7 @@
 """Reports: lines of text and tables, as plain text, as Markdown, or in the width and colors of a terminal."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ class Table:
     """Cells under the names of their columns; the name of the first column may serve as a title. No names: no header."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     faint: list[bool] = field(default_factory=list)
     """Which rows a terminal shows dimmed."""
 

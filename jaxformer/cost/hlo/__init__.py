@@ -15,7 +15,7 @@ from jaxformer.cost.hlo.buffers import Dims, Memory, read_buffers
 from jaxformer.cost.hlo.collectives import Collective, find_collectives
 from jaxformer.cost.topology import Topology
 
-TESTED = {"jax": "0.10.2", "libtpu": "0.0.52"}
+TESTED = {"jax": "0.10.2", "libtpu": "0.0.42.1 or 0.0.52"}
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ def finished(folder: Path) -> bool:
     return bool(_text(folder, "after_codegen"))
 
 
-def read(
-    folder: Path, activations: Dims, parameters: Dims, topology: Topology, coordinates: list[tuple[int, ...]]
-) -> Reading:
+def read(folder: Path, activations: Dims, parameters: Dims, topology: Topology, coordinates: list[tuple[int, ...]]) -> Reading:
     """Reads the texts in a folder that was given to XLA as ``xla_dump_to``.
 
     activations: the named activations with the dimensions that one device holds of them; parameters: all parameters with their
@@ -79,7 +77,8 @@ def _problem(problems: list[str]) -> str:
     if not problems:
         return ""
     spelled = lambda versions: " and ".join(f"{name} {version}" for name, version in versions.items())
-    return f"not understood of XLA's text by {spelled(versions())}: {'; '.join(problems)}. Tested with {spelled(TESTED)}"
+    written = f"It was written by {spelled(versions())}; tested are {spelled(TESTED)}"
+    return f"XLA's text was not understood, and is left out, in: {'; '.join(problems)}. {written}"
 
 
 def versions() -> dict[str, str]:

@@ -72,8 +72,8 @@ def _allocations(text: str) -> list[_Allocation]:
     for line in text.splitlines():
         if head := _ALLOCATION.match(line):
             allocations.append(_Allocation(int(head[1]), head[2]))
-        elif allocations and (value := _VALUE.match(line)):
-            allocations[-1].values.append(Value(value[1].removesuffix("{}"), int(value[2]), int(value[3]), value[4]))
+        elif allocations and (value := _VALUE.match(line)) and not value[1].endswith("{}"):  # {}: the index of a tuple
+            allocations[-1].values.append(Value(value[1], int(value[2]), int(value[3]), value[4]))
     return allocations
 
 

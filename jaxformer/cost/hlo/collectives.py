@@ -128,26 +128,27 @@ def _seconds(kind: str, size: float, groups: list[list[int]] | None, topology: T
 
 def _groups(part: Instruction) -> list[list[int]] | None:
     """The replica groups, or the pairs of a permutation; None if all devices take part. Raises ValueError for other groups."""
-    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", part.text):
-        return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
-    if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)+)\}", part.text):
-        return [[int(n) for n in group.split(",") if n] for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", part.text):
-        sides = [int(n) for n in iota[3].split(",")]
-        order = [int(n) for n in iota[4].split(",")] if iota[4] else list(range(len(sides)))
-        return _transposed(sides, order, int(iota[2]))
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", part.text):
-        axes = [(name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])]
-        chosen = set(re.findall(r"'([^']*)'", mesh[2]))
-        inner = [at for at, (name, _) in enumerate(axes) if name in chosen]
-        outer = [at for at in range(len(axes)) if at not in inner]
-        return _transposed([size for _, size in axes], outer + inner, math.prod(axes[at][1] for at in inner))
-    if other := re.search(r"replica_groups=(?!\{\}).{0,40}", part.text):
-        raise ValueError(f"the devices of {part.name}: {other[0]}")
+    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", part.text):
+        return [numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+    if iota := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", part.text):
+        return _iota(iota[2], iota[3]).reshape(-1, int(iota[1])).tolist()
+    if mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))?\s*\{{([^}}]*)\}}", part.text):
+        sides = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
+        chosen = [name in mesh[4] for name in (f"'{name}'" for name in sides)]
+        devices = _iota(mesh[2] or ",".join(sides.values()), mesh[3]).reshape([int(side) for side in sides.values()])
+        order = sorted(range(len(sides)), key=lambda axis: chosen[axis])  # a group runs over the chosen axes
+        width = math.prod(int(side) for side, is_chosen in zip(sides.values(), chosen, strict=True) if is_chosen)
+        return devices.transpose(order).reshape(-1, width).tolist()
+    if other := re.search(r"replica_groups=(?!\{\}).{0,80}", part.text):
+        raise ValueError(f"the devices of {part.name}, {other[0]}")
     return None
 
 
-def _transposed(sides: list[int], order: list[int], width: int) -> list[list[int]]:
-    """``arange(prod(sides)).reshape(sides).transpose(order).reshape(-1, width)``."""
-    numbers = np.arange(math.prod(sides)).reshape(sides).transpose(order)
-    return numbers.reshape(-1, width).tolist()
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _iota(sides: str, order: str | None) -> np.ndarray:
+    """XLA's ``[2,4]T(1,0)``: the numbers of all devices, in an array of those sides with its axes transposed."""
+    shape = [int(side) for side in sides.split(",")]
+    return np.arange(math.prod(shape)).reshape(shape).transpose([int(n) for n in order.split(",")] if order else None)

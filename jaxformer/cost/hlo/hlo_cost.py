@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 
 from jaxformer.cost.hlo.text import Computation, Instruction, Module, Shape
@@ -26,7 +25,7 @@ class Work:
     """The compiler's ``estimated_cycles``, which leave out Pallas kernels and collectives."""
     traffic: float = 0.0
     """Bytes between main memory and chip: operands and results of every instruction that runs by itself."""
-    kernels: Counter[str] = field(default_factory=Counter)
+    kernels: dict[str, float] = field(default_factory=dict)
     """How often each Pallas kernel runs."""
     unknown_kernels: set[str] = field(default_factory=set)
     unknown_loops: int = 0
@@ -43,7 +42,7 @@ def count(module: Module) -> Work:
         work.unknown_loops += one.op == "while" and one.trip_count is None
         for kernel in filter(_is_kernel, [one, *(one.inner.instructions if one.inner else ())]):
             name = _kernel_name(kernel)
-            work.kernels[name] += times  # type: ignore[assignment]
+            work.kernels[name] = work.kernels.get(name, 0) + times
             if (counted := kernel_flops(kernel)) is None:
                 work.unknown_kernels.add(name)
             else:
