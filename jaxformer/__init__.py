@@ -33,7 +33,7 @@ from jaxformer.nn.kernels.select import mix
 from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import capture, listen, named
+from jaxformer.nn.named import capture, listen, multiply, named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -90,6 +90,7 @@ __all__ = [
     "mix",
     "mlp",
     "model",
+    "multiply",
     "named",
     "norm",
     "position",
