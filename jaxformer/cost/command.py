@@ -115,7 +115,7 @@ def parse(arguments: list[str], program: str, description: str, defaults: Callab
         arguments = ["gpt2", "--help"]
     name, *flags = arguments
     # --json may stand without a value, which tyro does not know.
-    pairs = zip(flags, [*flags[1:], "--"], strict=True)
+    pairs = zip(flags, [*flags[1:], "--"], strict=False)
     flags = ["--json=-" if flag == "--json" and following.startswith("--") else flag for flag, following in pairs]
     prog = f"python -m jaxformer.{program} CONFIG"
     default = defaults(name)
@@ -148,17 +148,21 @@ def main(command: Callable[[list[str]], Any]) -> None:
 def explain_command(arguments: list[str]) -> None:
     """``python -m jaxformer.explain``"""
     jax.config.update("jax_platforms", "cpu")  # shapes need no other device
-    options = parse(arguments, "explain", EXPLAIN, explain_defaults)
+    options = parse_explain(arguments)
     mesh = None if options.mesh == MeshConfig() else options.mesh
     options.write(explain(options.model, options.batch, options.length, mesh))
 
 
-def explain_defaults(name: str) -> ExplainOptions:
-    """The options of a config: batch and length are those of its data, if it has any."""
-    config = read(name)
-    if isinstance(config, ModelConfig):
-        return ExplainOptions(model=config, length=min(ExplainOptions.length, config.max_length))
-    return ExplainOptions(model=config.model, mesh=config.mesh, batch=config.data.batch_size, length=config.data.length)
+def parse_explain(arguments: list[str]) -> ExplainOptions:
+    """The options; batch and length of a config file are those of its data unless given."""
+
+    def defaults(name: str) -> ExplainOptions:
+        config = read(name)
+        if isinstance(config, ModelConfig):
+            return ExplainOptions(model=config, length=min(ExplainOptions.length, config.max_length))
+        return ExplainOptions(model=config.model, mesh=config.mesh, batch=config.data.batch_size, length=config.data.length)
+
+    return parse(arguments, "explain", EXPLAIN, defaults)
 
 
 # plan

@@ -128,7 +128,7 @@ class Explanation:
         active = f"; a token meets {self.active_parameters:,}" if self.active_parameters != self.parameters else ""
         device = "" if self.devices is None else f"; {scaled(self.parameter_bytes_device, 'B')} per device of {self.devices}"
         ahead = ", with mtp" if self.training_flops != TRAINING * self.forward_flops else ""
-        lines = [
+        lines: list[tuple[str, ...]] = [
             ("parameters", f"{self.parameters:,}, {scaled(self.parameter_bytes, 'B')}{device}{active}"),
             ("forward", scaled(self.forward_flops, "FLOPs")),
             ("training step", f"{scaled(self.training_flops, 'FLOPs')}: {TRAINING} × forward{ahead}"),

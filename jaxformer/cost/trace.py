@@ -49,15 +49,16 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
     with use_abstract_mesh(AbstractMesh((), ())):  # a mesh that is set would constrain parameters before they are used
         program = jax.make_jaxpr(functools.partial(_run, notes, small))(params, ids)
     untold: dict[int, list[Step]] = {}
+    runs: dict[int, int] = {}
     last = -1
-    for number, step in _Search(notes.mark).products(program.jaxpr, ""):
-        if step is None:
-            last = number
+    for product in _Search(notes.mark).products(program.jaxpr, ""):
+        if isinstance(product, Step):
+            untold.setdefault(last, []).append(product)
         else:
-            untold.setdefault(last, []).append(step)
+            last, runs[product[0]] = product
     ordered = untold.get(-1, [])
     for number, step in enumerate(notes.steps):
-        ordered += [step, *untold.get(number, [])]
+        ordered += [step._replace(flops=step.flops * runs.get(number, 1)), *untold.get(number, [])]
     grouped = [_grouped(step, groups) for step in ordered]
     products = {(step.name, step.shape) for step in grouped if step.formula}
     return [
@@ -128,19 +129,19 @@ class _Search:
     def __init__(self, mark: str):
         self._mark, self._met = re.compile(re.escape(mark) + r"(\d+)"), set[int]()
 
-    def products(self, jaxpr: Any, at: str, times: int = 1, again: bool = False) -> Iterator[tuple[int, Step | None]]:
-        """In order, the number of each product that was told of, and a step for each other. ``again``: the program is one that
-        jax.jit traced once and runs once more, which was told of once."""
+    def products(self, jaxpr: Any, at: str, times: int = 1, again: bool = False) -> Iterator[tuple[int, int] | Step]:
+        """In order, each product that was told of as its number and how often it runs, and a step for each other. ``again``:
+        the program is one that jax.jit traced once and runs once more, which was told of once."""
         for equation in jaxpr.eqns:
             where = "/".join(filter(None, (at, str(equation.source_info.name_stack))))
             if (mark := self._mark.search(where)) and not again:
-                yield int(mark[1]), None
+                yield int(mark[1]), times
             elif equation.primitive.name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-                yield -1, _untold(equation, where, times)
+                yield _untold(equation, where, times)
             else:
                 yield from self._inside(equation, where, times, again)
 
-    def _inside(self, equation: Any, where: str, times: int, again: bool) -> Iterator[tuple[int, Step | None]]:
+    def _inside(self, equation: Any, where: str, times: int, again: bool) -> Iterator[tuple[int, int] | Step]:
         """The products of the programs inside an equation."""
         is_program = lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")
         inner = [leaf for leaf in jax.tree.leaves(equation.params, is_leaf=is_program) if is_program(leaf)]

@@ -151,4 +151,5 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 def _iota(sides: str, order: str | None) -> np.ndarray:
     """XLA's ``[2,4]T(1,0)``: the numbers of all devices, in an array of those sides with its axes transposed."""
     shape = [int(side) for side in sides.split(",")]
-    return np.arange(math.prod(shape)).reshape(shape).transpose([int(n) for n in order.split(",")] if order else None)
+    axes = [int(n) for n in order.split(",")] if order else range(len(shape))
+    return np.arange(math.prod(shape)).reshape(shape).transpose(axes)
