@@ -31,9 +31,10 @@ from jaxformer.nn.cache import Cache, init_cache
 from jaxformer.nn.dense import dense
 from jaxformer.nn.kernels.select import mix
 from jaxformer.nn.layer_cache import LayerCache
+from jaxformer.nn.listening import capture, listen
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import capture, listen, named
+from jaxformer.nn.named import named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
