@@ -34,7 +34,7 @@ from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.listening import capture, listen
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import named
+from jaxformer.nn.named import multiply, named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -91,6 +91,7 @@ __all__ = [
     "mix",
     "mlp",
     "model",
+    "multiply",
     "named",
     "norm",
     "position",
