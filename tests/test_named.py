@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import attention, block, mlp, model, stack
+from jaxformer.nn import attention, block, embedding, head, mlp, stack
 from jaxformer.nn.kernels import select
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -161,7 +161,7 @@ def test_without_a_listener_names_cost_nothing(cfg, monkeypatch):
         return primitives(jax.make_jaxpr(lambda params: jf.forward(params, tiny.tokens(cfg), cfg, **given))(params).jaxpr)
 
     marked = trace()
-    for module in (attention, block, mlp, model, stack):
+    for module in (attention, block, embedding, head, mlp, stack):
         monkeypatch.setattr(module, "named", lambda x, *_, **__: x)
     monkeypatch.setattr(select, "checkpoint_name", lambda x, name: x)
     bare = trace()

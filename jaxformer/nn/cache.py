@@ -16,6 +16,7 @@ from jaxformer.config.strict import dtype_name
 from jaxformer.nn import attention, inputs, position, rope
 from jaxformer.nn.layer_cache import SOURCE, LayerCache
 from jaxformer.nn.mask import TokenInfo
+from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.parallel.sharding import constrain
 
 
@@ -154,6 +155,7 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
     return Cache(tuple(layers), count, count, max_len, ahead if recurrent or min(slots) < max_len else max_len)
 
 
+@answers_mistakes
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
     """An empty cache for ``batch`` rows of at most ``max_len`` tokens each.
 
