@@ -84,6 +84,32 @@ def test_decoding_is_edited_inside_the_block_only(name, first):
     assert jf.compilations() == programs
 
 
+class Letters:
+    """A tokenizer with a letter for every id."""
+
+    vocab_size, pad_id, eos_id = CFG.vocab_size, 0, -1
+
+    def decode(self, ids):
+        return "".join(chr(ord("A") + i) for i in ids)
+
+
+def test_a_stream_is_edited_where_it_is_read():
+    stream = lambda: jf.stream(params_of(CFG), IDS[:1], CFG, Letters(), max_new_tokens=6)
+    read = lambda pieces: [token for piece in pieces for token in piece.tokens]
+    plain = read(stream())
+    with jf.listen(OUT):
+        edited = read(stream())
+    assert edited == generated(OUT) != plain == generated({"*": lambda x: x})
+    with pytest.raises(ValueError, match=r"jf\.stream yields is computed where it is read"), jf.listen({"*.out": lambda x: -x}):
+        unread = stream()
+    assert read(unread) == plain
+
+
+def generated(edits):
+    with jf.listen(edits):
+        return jf.generate(params_of(CFG), IDS[:1], CFG, max_new_tokens=6).tokens[0].tolist()
+
+
 def test_a_scanned_model_hears_by_layer():
     cfg = dataclasses.replace(CFG, scan=True)
     inside, outside = both(lambda: forward(cfg)(params_of(cfg), IDS))

@@ -10,8 +10,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import attention, block, embedding, head, mlp, stack
-from jaxformer.nn.kernels import select
+from jaxformer.nn import attend, attention, block, embedding, head, mlp, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=2)
@@ -163,7 +162,7 @@ def test_without_a_listener_names_cost_nothing(cfg, monkeypatch):
     marked = trace()
     for module in (attention, block, embedding, head, mlp, stack):
         monkeypatch.setattr(module, "named", lambda x, *_, **__: x)
-    monkeypatch.setattr(select, "checkpoint_name", lambda x, name: x)
+    monkeypatch.setattr(attend, "checkpoint_name", lambda x, name: x)
     bare = trace()
     assert bare["name"] == 0 < marked.pop("name")
     assert marked == bare and bare["dot_general"] > 5

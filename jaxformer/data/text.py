@@ -96,7 +96,7 @@ def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]
 
 
 def _read(pattern: str) -> dict[str, list[str]]:
-    """Documents by file; names are relative to the folder, or to the part of the glob without wildcards, with '/' between parts."""
+    """Documents by file; names are relative to the folder, or to the start of the glob that has no wildcards, with '/'."""
     if os.path.isfile(pattern):
         root, paths = Path(pattern).parent, [Path(pattern)]
     elif os.path.isdir(pattern):

@@ -13,7 +13,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import nearest
 from jaxformer.config.spec import Param, normal
-from jaxformer.nn import block, inputs, mtp, stack
+from jaxformer.nn import block, cache_spec, inputs, mtp, stack
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.dense import child, precision
 from jaxformer.nn.embedding import embed
@@ -192,6 +192,7 @@ def apply(
         elif segments is not None:
             raise ValueError("segments cannot be combined with a cache: decode each document by itself")
         else:
+            cache_spec.check(cache, cfg)
             info, cache = cache.advance(shape, cfg, positions, valid)
         x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, shape, cfg), replaced)
         with scope("decoder"):
@@ -234,6 +235,7 @@ def after_next(
             info = inputs.token_info("", tokens.shape, cfg, positions, segments, valid)
         else:
             block_cfg = mtp.config(cfg)
+            cache_spec.check(cache, block_cfg)
             info, cache = cache.advance(tokens.shape, block_cfg, positions, valid)
             layer_cache = cache.layer(0, block_cfg, info)
         x_BTD, layer_cache, sums = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, info=info, cache=layer_cache, **how)
