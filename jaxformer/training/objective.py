@@ -11,17 +11,19 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.components import nearest
 from jaxformer.nn import model
 from jaxformer.nn.dense import child
+from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import scope
 from jaxformer.training import balance
 
 IGNORE = -100
 """A target that is not trained, whatever its weight."""
 REQUIRED = ("tokens", "targets", "weights")
-OPTIONAL = ("segments", "positions", "valid", "source", "source_valid")
+OPTIONAL = ("segments", "positions", "valid", "source", "source_valid", "embeddings", "embeddings_mask")
 
 Batch = dict[str, Any]
 
 
+@functools.partial(answers_mistakes, entries=(*REQUIRED, *OPTIONAL))
 def loss(
     params: dict,
     batch: Batch,
