@@ -8,9 +8,9 @@ import jax
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import with_sizes
 from jaxformer.nn import attention, mlp, norm
+from jaxformer.nn.cache import LayerCache
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.experts import router
-from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.named import named, scope
 
