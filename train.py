@@ -122,7 +122,8 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, mesh))
-    console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if corpus:
+        console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
         console.print(f"going on from step {start} in {config.run_dir}")
     for change in changes:

@@ -1,4 +1,4 @@
-"""What keeps all experts in use: the load-balancing loss, the z-loss of routers, and the selection bias that can replace them."""
+"""What keeps all experts in use: the load-balancing loss, the z-loss of routers, and the selection bias as an alternative."""
 
 from collections.abc import Sequence
 from typing import Any

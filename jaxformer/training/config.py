@@ -72,8 +72,8 @@ class InitConfig(Strict):
     """What training starts from."""
 
     folder: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """A run directory, a Hugging Face folder or a Hugging Face Hub id whose model is trained further. It decides the architecture
-    and the tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
+    """A run directory, a Hugging Face folder or a Hugging Face Hub id whose model is trained further. It decides the
+    architecture and the tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
 

@@ -36,11 +36,11 @@ class Objective(Protocol):
 
     Attributes that an objective may have besides:
 
-    * ``metrics(sums)``: what is reported, a dict of scalars with ``"loss"``. Without it, every scalar of ``sums`` divided by the
-      weight, the weight itself, and ``loss``, which is ``total / weight`` unless ``sums`` has an entry of that name.
-    * ``validation``: the objective of validation, if that is another.
-    * ``weight(batch)``: ``sums["weight"]``, for an objective that knows it without computing anything.
-    * ``after_update(params, sums)``: the parameters to go on with, after the optimizer has changed them.
+    * ``metrics(sums)``: the metrics to report, a dict of scalars with ``"loss"``. Without it, every scalar of ``sums`` divided
+      by the weight, the weight itself, and ``loss``, which is ``total / weight`` unless ``sums`` has an entry of that name.
+    * ``validation``: the objective to validate with, if it is another.
+    * ``weight(batch)``: the value of ``sums["weight"]``, for an objective that knows it from the batch alone.
+    * ``after_update(params, sums)``: the parameters to continue with, after the optimizer has changed them.
     * ``letters``: the dimensions of batch entries, such as ``{"chosen": "BT"}``: on a mesh, T is spread over ``context``
       (``parallel.placement.LETTERS`` has those of the library's own entries). All others are spread by rows alone.
     """

@@ -94,7 +94,7 @@ def write_run(directory: Path, config: Config, tok: Any) -> None:
 
 
 def read_run(directory: Path) -> Config:
-    """The config of a run, of today's fields whatever version of the library wrote it (``training.migrate``). Raises ValueError or
+    """The config of a run, whatever version of the library wrote it (``training.migrate``). Raises ValueError or
     FileNotFoundError that says what is wrong with it."""
     path = directory / "config.json"
     if not path.exists():
