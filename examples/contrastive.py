@@ -2,9 +2,9 @@
 
     python examples/contrastive.py
 
-InfoNCE (van den Oord et al. 2018): of the batch's second halves, the one that belongs to a first half must be nearest to it. The
-objective takes 11 lines, and no line of the library changed. Its negatives are the rows that one call sees, so the update takes
-the batch whole, without microbatches.
+InfoNCE (van den Oord et al. 2018): of the batch's second halves, the one that belongs to a first half must be nearest to it.
+The objective takes 11 lines, and no line of the library changed. Its negatives are the rows that one call sees, so the update
+takes the batch whole, without microbatches.
 """
 
 import jax
