@@ -19,8 +19,8 @@ from jaxformer.cost.plan import VERSION
 from jaxformer.cost.programs import Program
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training.objective import NextToken
-from tests.states import initial, update
 from tests import tiny
+from tests.states import initial, update
 
 # Programs
 

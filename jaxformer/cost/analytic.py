@@ -115,8 +115,8 @@ ROWS_TRACED = 1009
 
 
 def saved(objective: NextToken, batch: dict) -> list[tuple[tuple[int, ...], int]]:
-    """``(shape, bytes)`` of everything that the forward pass of an objective computes and its backward pass needs, over all devices:
-    what JAX itself would keep, traced without any arithmetic."""
+    """``(shape, bytes)`` of everything that the forward pass of an objective computes and its backward pass needs, over all
+    devices: what JAX itself would keep, traced without any arithmetic."""
     params = jax.eval_shape(functools.partial(model.init, objective.cfg), jax.random.key(0))
 
     def backward(params, batch):
