@@ -53,8 +53,8 @@ class Objective(Protocol):
 
 def mean_metrics(objective: Objective, sums: Any) -> dict[str, Any]:
     """The metrics of ``objective`` from sums over a whole step or split, its ``total`` among them as ``"loss"``."""
-    if own := getattr(objective, "metrics", None):
-        return own(sums)
+    if metrics := getattr(objective, "metrics", None):
+        return metrics(sums)
     count = balance.nonzero(sums["weight"])
     means = {name: value / count for name, value in sums.items() if jnp.ndim(value) == 0}
     return means | {"weight": sums["weight"]}
