@@ -22,7 +22,7 @@ STEPS = 6
 
 def fresh(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
     params = tiny.drawn(cfg)
-    return TrainState(jnp.int32(0), params, optimizer(optim, STEPS, cfg).init(params), jax.random.key(5))
+    return TrainState(jnp.int32(0), params, optimizer(optim, cfg, STEPS).init(params), jax.random.key(5))
 
 
 def like(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:

@@ -103,7 +103,7 @@ def test_three_updates_equal_a_plain_adamw(clip_norm):
     norms = [float(optax.global_norm(grads)) for grads in grads_by_step]
     assert norms[1] < 1.0 < norms[2] < norms[0]
 
-    transform = optimizer(cfg, 10, model)
+    transform = optimizer(cfg, model, 10)
     found, state = params, transform.init(params)
     update = jax.jit(transform.update)
     for grads in grads_by_step:
@@ -121,7 +121,7 @@ def test_three_updates_equal_a_plain_adamw(clip_norm):
 def test_decay_is_of_all_but_norms_and_biases(name):
     """With a gradient of zero only decay moves a parameter."""
     model = tiny.PRESETS[name]
-    transform = optimizer(jf.OptimConfig(lr=0.5, schedule="constant", warmup_steps=0, weight_decay=0.1), 10, model)
+    transform = optimizer(jf.OptimConfig(lr=0.5, schedule="constant", warmup_steps=0, weight_decay=0.1), model, 10)
 
     @jax.jit
     def moved(params):

@@ -34,7 +34,7 @@ MODELS = {
 
 def state_of(cfg: jf.ModelConfig, optim: jf.OptimConfig) -> TrainState:
     params = tiny.drawn(cfg)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, STEPS, cfg).init(params), jax.random.key(0))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, cfg, STEPS).init(params), jax.random.key(0))
 
 
 def fresh(model: str) -> TrainState:
@@ -195,7 +195,7 @@ def test_a_tied_embedding_is_one_array_that_learns_from_both_uses(name):
     params, batch = tiny.drawn(tied), tiny.batch(tied)
     embedding = params["embedding"]["token"]
     assert "head" not in params
-    moments = [leaf for leaf in jax.tree.leaves(optimizer(OPTIM, STEPS, tied).init(params)) if leaf.ndim]
+    moments = [leaf for leaf in jax.tree.leaves(optimizer(OPTIM, tied, STEPS).init(params)) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * specs.count(jf.model.spec(tied), tied)  # Adam keeps two of each number
     extra = specs.count(jf.model.spec(untied), untied) - specs.count(jf.model.spec(tied), tied)
     assert extra == embedding.size

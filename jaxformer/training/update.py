@@ -33,7 +33,7 @@ def init_state(cfg: ModelConfig, optim: OptimConfig, steps: int, seed: int, para
     params_key, key = jax.random.split(jax.random.key(seed))
     if params is None:
         params = model.init(cfg, params_key)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, steps, cfg).init(params), key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, cfg, steps).init(params), key)
 
 
 def make_update(
@@ -56,7 +56,7 @@ def make_update(
     experts = cfg.experts
     if experts.n_experts and experts.per_token == 1 and experts.normalize:
         raise ValueError("experts with per_token=1 and normalize=True weigh 1, always: their router would learn nothing")
-    transform = optimizer(optim, steps, cfg)
+    transform = optimizer(optim, cfg, steps)
     has_dropout = max(cfg.execution.attention_dropout, cfg.execution.residual_dropout, cfg.execution.embedding_dropout) > 0
 
     def over_devices(tree):
