@@ -63,14 +63,14 @@ def widened(cfg: ModelConfig, factor: float) -> ModelConfig:
     whole number. Raises ValueError where no such model exists."""
 
     def times(name: str, number: int) -> int:
-        if not (number * factor).is_integer() or number * factor < 1:
+        if number * factor != round(number * factor) or number * factor < 1:
             raise ValueError(f"{name}={number} times {factor:g} is not a whole number: choose other --widths")
-        return int(number * factor)
+        return round(number * factor)
 
     names = [name for name in ("d_model", "n_heads", "d_ff", "encoder_heads", "encoder_d_ff") if getattr(cfg, name) is not None]
     sizes: dict[str, Any] = {name: times(name, getattr(cfg, name)) for name in names}
     kv_heads = cfg.n_kv_heads * factor
-    sizes["n_kv_heads"] = int(kv_heads) if kv_heads >= 1 and kv_heads.is_integer() else cfg.n_kv_heads
+    sizes["n_kv_heads"] = round(kv_heads) if kv_heads >= 1 and kv_heads == round(kv_heads) else cfg.n_kv_heads
     if cfg.experts.n_experts:
         sizes["experts"] = dataclasses.replace(cfg.experts, d_ff=times("experts.d_ff", cfg.experts.d_ff))
     return dataclasses.replace(cfg, head_dim=cfg.head_dim, **sizes)
@@ -85,7 +85,7 @@ def random_batch(cfg: ModelConfig, options: Options) -> dict[str, np.ndarray]:
 
 
 def measure(cfg: ModelConfig, optim: OptimConfig, batch: dict[str, np.ndarray], steps: int, seed: int = 0) -> Sizes:
-    """The mean |x| of each named activation of a model, averaged over layers and over an initial state and ``steps`` updates."""
+    """The mean |x| of each named activation, averaged over layers: before the first update, and after each of ``steps``."""
     transform = optimizer(optim, cfg, steps)
 
     @jax.jit
