@@ -38,7 +38,7 @@ class Options(Strict):
 
     config: tyro.conf.Positional[Path]
     """A config of train.py."""
-    widths: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    widths: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Widths, as multiples of the config's d_model; heads and d_ff are multiplied too."""
     steps: int = 4
     """Updates, all with optim.lr."""
@@ -59,8 +59,8 @@ class Options(Strict):
 
 
 def widened(cfg: ModelConfig, factor: float) -> ModelConfig:
-    """``cfg`` of ``factor`` times the width: d_model, query heads, d_ff (of experts too); key/value heads where that gives a
-    whole number. Raises ValueError where no such model exists."""
+    """``cfg`` of ``factor`` times the width: d_model, heads of the same width, d_ff, of experts too; key/value heads as far
+    as they come out whole. Raises ValueError where the others do not."""
 
     def times(name: str, number: int) -> int:
         if number * factor != round(number * factor) or number * factor < 1:
@@ -70,7 +70,7 @@ def widened(cfg: ModelConfig, factor: float) -> ModelConfig:
     names = [name for name in ("d_model", "n_heads", "d_ff", "encoder_heads", "encoder_d_ff") if getattr(cfg, name) is not None]
     sizes: dict[str, Any] = {name: times(name, getattr(cfg, name)) for name in names}
     kv_heads = cfg.n_kv_heads * factor
-    sizes["n_kv_heads"] = round(kv_heads) if kv_heads >= 1 and kv_heads == round(kv_heads) else cfg.n_kv_heads
+    sizes["n_kv_heads"] = round(kv_heads) if kv_heads == round(kv_heads) else math.gcd(cfg.n_kv_heads, sizes["n_heads"])
     if cfg.experts.n_experts:
         sizes["experts"] = dataclasses.replace(cfg.experts, d_ff=times("experts.d_ff", cfg.experts.d_ff))
     return dataclasses.replace(cfg, head_dim=cfg.head_dim, **sizes)
