@@ -14,15 +14,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxformer import data, evaluate, pretrained, processes, run
-from jaxformer import spec as specs
+from jaxformer import data
+from jaxformer.cli import pretrained
+from jaxformer.config import spec as specs
 from jaxformer.nn import model
-from jaxformer.parallel.data import PLACEMENTS, Placement, own_rows, rows_mesh
+from jaxformer.parallel import multihost
 from jaxformer.parallel.mesh import check_batch, on_mesh
-from jaxformer.sharding import MeshConfig, table
-from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.parallel.placement import PLACEMENTS, Placement, own_rows, rows_mesh
+from jaxformer.parallel.sharding import MeshConfig, table
+from jaxformer.training import evaluate, run
+from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.report import Report, placements, results, show_log
-from jaxformer.training.step import init_state, make_evaluate, make_update
+from jaxformer.training.update import init_state, make_evaluate, make_update
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
@@ -37,13 +40,13 @@ def main(config: run.Config) -> None:
     train = config.train
     if not cfg.encoder_layers:
         tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
-    processes.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
-    processes.agree("configuration", config)
+    multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
+    multihost.agree("configuration", config)
     check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
 
     fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
     placement = place(config, mesh, abstract := jax.eval_shape(fresh))
-    checkpoints = Checkpoints(directory / "checkpoints", train.keep)
+    checkpoints = Checkpoints(directory / "checkpoints", train.keep_checkpoints)
     restored = checkpoints.restore(placement.like(abstract))
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
@@ -55,7 +58,7 @@ def main(config: run.Config) -> None:
     compiled = placement.compile(make_evaluate(cfg))
     score: dict[str, float] = {}
     report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
-    with checkpoints, report, processes.stopping() as stop, placement.within():
+    with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
@@ -133,8 +136,8 @@ def launch(arguments: list[str]) -> None:
     """The program: as what ``arguments`` say, with the other processes if there are any."""
     try:
         config = run.parse(arguments, DEFAULT)
-        with processes.joined(config.distributed):
-            main(dataclasses.replace(config, distributed=processes.DistributedConfig()))  # the run is the same on any number
+        with multihost.joined(config.distributed):
+            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # the run is the same on any number
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.evaluate import translate
+from jaxformer.training.evaluate import translate
 
 
 def main() -> None:

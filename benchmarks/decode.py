@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.decode import cache
+from jaxformer.nn import cache
 
 LAYERS, WIDTH, HEADS, VOCAB, PROMPT, NEW = 4, 768, 12, 50_304, 32, 128
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 import jaxformer as jf
-from jaxformer.nn import dispatch, moe
+from jaxformer.nn.experts import dispatch, router
+from jaxformer.parallel.sharding import ACTIVATIONS, MeshConfig, partition_spec, shardings
 from jaxformer.plan import topology
-from jaxformer.sharding import ACTIVATIONS, MeshConfig, place, shardings
 
 
 def layer(cfg: jf.ModelConfig, mesh: Mesh, rows: int, length: int) -> tuple[Callable, dict, jax.ShapeDtypeStruct]:
@@ -30,16 +30,16 @@ def layer(cfg: jf.ModelConfig, mesh: Mesh, rows: int, length: int) -> tuple[Call
 
     def loss(params, x):
         routed = jf.Routed(training=True)
-        return (moe.apply(params, x, cfg, routed=routed).astype(jnp.float32) ** 2).sum()
+        return (router.apply(params, x, cfg, routed=routed).astype(jnp.float32) ** 2).sum()
 
-    spec = moe.spec(cfg)
+    spec = router.spec(cfg)
     abstract = jf.spec.abstract(spec, cfg)
     params = jax.tree.map(
         lambda p, at: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=at), abstract, shardings(spec, cfg, mesh)
     )
     shape = (rows, length, cfg.d_model)
-    at = NamedSharding(mesh, place("BTD", shape, ACTIVATIONS, mesh))
-    return jax.grad(loss), params, jax.ShapeDtypeStruct(shape, cfg.dtype, sharding=at)
+    at = NamedSharding(mesh, partition_spec("BTD", shape, ACTIVATIONS, mesh))
+    return jax.grad(loss), params, jax.ShapeDtypeStruct(shape, cfg.execution.dtype, sharding=at)
 
 
 def by_partitioner(f: Callable) -> Callable:
@@ -58,7 +58,7 @@ def by_partitioner(f: Callable) -> Callable:
 
 def times(rounds: int) -> None:
     """Interleaved, on 8 simulated devices."""
-    experts = jf.Experts(number=8, per_token=2, d_ff=512)
+    experts = jf.Experts(n_experts=8, per_token=2, d_ff=512)
     cfg = jf.presets.llama(vocab_size=8, d_model=256, n_layers=1, n_heads=4, experts=experts)
     mesh = MeshConfig(expert=8).make()
     grad, params, x = layer(cfg, mesh, 8, 256)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.training.step import init_state, make_update
+from jaxformer.training.update import init_state, make_update
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCAB = 4, 768, 12, 512, 2, 50_304
 

@@ -2,7 +2,7 @@
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py configs/moe_quickstart.py
 
-The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 a token: as many active parameters,
+The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 per token: as many active parameters,
 and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. Validation loss 4.28 to 4.32, as
 rounding falls (the dense model's: 4.33); 4 min 18 s on 2 CPU cores, 6 min 20 s without the variable (README, "Speed").
 """
@@ -11,8 +11,11 @@ import dataclasses
 
 import jaxformer as jf
 
-base = jf.presets.llama(vocab_size=2048, d_model=192, n_layers=4, n_heads=6, n_kv_heads=2, max_length=256, tied_head=True)
-experts = jf.Experts(number=8, per_token=2, d_ff=base.d_ff // 2, balance_loss=0.02, z_loss=0.001)
+balance = {"balance_loss": 0.02, "router_z_loss": 0.001}
+base = jf.presets.llama(
+    vocab_size=2048, d_model=192, n_layers=4, n_heads=6, n_kv_heads=2, max_length=256, tied_head=True, **balance
+)
+experts = jf.Experts(n_experts=8, per_token=2, d_ff=base.d_ff // 2)
 
 config = jf.Config(
     model=dataclasses.replace(base, experts=experts),

@@ -20,7 +20,7 @@ config = jf.Config(
         embedding_dropout=0.2,
         scan=True,
     ),
-    data=jf.DataConfig(tokenizer="char", length=256, batch_size=64, separate=False),
+    data=jf.DataConfig(tokenizer="char", length=256, batch_size=64, segment_documents=False),
     optim=jf.OptimConfig(lr=1e-3, warmup_steps=100, beta2=0.99),
     train=jf.TrainConfig(steps=5000, eval_every=250, prompt="\n", sample_tokens=500),
 )

@@ -10,7 +10,7 @@ import jaxformer as jf
 
 config = jf.Config(
     model=jf.presets.llama(vocab_size=65, d_model=128, n_layers=4, n_heads=4, d_ff=344, max_length=64),
-    data=jf.DataConfig(tokenizer="char", length=64, batch_size=12, separate=False),
+    data=jf.DataConfig(tokenizer="char", length=64, batch_size=12, segment_documents=False),
     optim=jf.OptimConfig(lr=3e-3, warmup_steps=100),
     train=jf.TrainConfig(steps=2000, eval_every=500, prompt="\n", sample_tokens=300),
 )

@@ -6,16 +6,17 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     B batch              T target (query) positions    S source (key, cache) positions
     D model width        L stacked layers              V vocabulary
     K key/value heads    G query heads per K head      H head width      (N = K·G query heads)
-    F feed-forward width P rows of a learned position table
-    E experts            J experts of a token          M pairs of a token and an expert of its
-    C room of an expert  R latent of keys and values   Q latent of queries
+    F feed-forward width P rows of a position table    O model width, as the result of a map from D
+    E experts            J experts per token           M (token, chosen expert) pairs
+    C expert capacity    R latent of keys and values   Q latent of queries
 """
 
-from jaxformer import flax, hf, presets, spec
-from jaxformer.config import ModelConfig
-from jaxformer.data import DataConfig, tokenizer
+from jaxformer import decode, hf, training
+from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
+from jaxformer.config.components import Component
+from jaxformer.config.spec import Param, bias, gain, weight
+from jaxformer.data import DataConfig
 from jaxformer.decode.beam import Beams, beam_search
-from jaxformer.decode.cache import Cache, init_cache
 from jaxformer.decode.generate import Generated, generate
 from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.programs import compilations
@@ -23,56 +24,70 @@ from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
 from jaxformer.explain import Explanation, explain
+from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
-from jaxformer.nn.model import forward, hidden, init
-from jaxformer.nn.moe import Routed
+from jaxformer.nn.attend import attend
+from jaxformer.nn.cache import Cache, init_cache
+from jaxformer.nn.dense import dense
+from jaxformer.nn.kernels.select import mix
+from jaxformer.nn.layer_cache import LayerCache
+from jaxformer.nn.mask import TokenInfo
+from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import capture, listen, named
-from jaxformer.parts import Experts, Latent, RopeScaling
-from jaxformer.run import Config, TrainConfig, load
-from jaxformer.spec import Param, bias, gain, kernel
-from jaxformer.training.loss import loss
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
+from jaxformer.training.run import Config, TrainConfig, load
 
 __all__ = [
     "Beams",
     "Cache",
+    "Component",
     "Config",
     "DataConfig",
     "DraftModel",
+    "Execution",
     "Experts",
     "Explanation",
     "Generated",
     "Latent",
+    "LayerCache",
     "ModelConfig",
     "MultiToken",
     "OptimConfig",
+    "Output",
     "Param",
     "Piece",
     "PromptLookup",
     "RopeScaling",
-    "Routed",
     "Sampling",
+    "TokenInfo",
     "TrainConfig",
+    "apply",
+    "attend",
     "attention",
     "beam_search",
     "bias",
     "block",
     "capture",
     "compilations",
+    "decode",
+    "dense",
     "explain",
     "flax",
     "forward",
+    "forward_cached",
     "gain",
     "generate",
     "hf",
     "hidden",
     "init",
     "init_cache",
-    "kernel",
     "listen",
     "load",
     "loss",
     "mask",
+    "mix",
     "mlp",
     "model",
     "named",
@@ -84,4 +99,6 @@ __all__ = [
     "stack",
     "stream",
     "tokenizer",
+    "training",
+    "weight",
 ]

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 
 import jaxformer as jf
-from jaxformer.component import Component
+from jaxformer.config.components import Component
 from jaxformer.nn.dense import dense
 
 # A feed-forward: this module is itself a component, and so are an object and a class of the same two functions.
 
 
 def spec(cfg):
-    return {"up": jf.kernel(cfg, "D", "F"), "down": jf.kernel(cfg, "F", "D", residual=True)}
+    return {"up": jf.weight(cfg, "D", "F"), "down": jf.weight(cfg, "F", "D", residual=True)}
 
 
 def apply(params, x_BTD, cfg):
@@ -92,17 +92,17 @@ class MeanAttention:
 
     @staticmethod
     def spec(cfg):
-        return {"value": jf.kernel(cfg, "D", "KH"), "out": jf.kernel(cfg, "KH", "D", residual=True)}
+        return {"value": jf.weight(cfg, "D", "KH"), "out": jf.weight(cfg, "KH", "D", residual=True)}
 
     @staticmethod
-    def apply(params, x_BTD, cfg, *, places=None, position_params=None, memory=None, extend=None, key=None):
-        places = jf.mask.arange(x_BTD.shape[1]) if places is None else places
+    def apply(params, x_BTD, cfg, *, info=None, position_params=None, memory=None, extend=None, key=None):
+        info = jf.mask.arange(x_BTD.shape[1]) if info is None else info
         v_BKSH = dense("BSD,DKH->BKSH", x_BTD, params["value"])
-        v_BKSH, key_places = (v_BKSH, places) if memory is None else memory[1:]
+        v_BKSH, key_info = (v_BKSH, info) if memory is None else memory[1:]
         if extend is not None:
-            kept, key_places = extend({"value": v_BKSH})
+            kept, key_info = extend({"value": v_BKSH})
             v_BKSH = kept["value"]
-        mask_BTS = jf.mask.visible(places, key_places, causal=cfg.causal, window=cfg.window).astype(v_BKSH.dtype)
+        mask_BTS = jf.mask.visible(info, key_info, causal=cfg.causal, window=cfg.window).astype(v_BKSH.dtype)
         weights_BTS = mask_BTS / jnp.maximum(mask_BTS.sum(-1, keepdims=True), 1)
         mixed_BKTH = jnp.einsum("BTS,BKSH->BKTH", jnp.broadcast_to(weights_BTS, (len(x_BTD), *mask_BTS.shape[1:])), v_BKSH)
         return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"])

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data import packing
-from jaxformer.nn import attention, block, kernels, mlp, model, norm, position, rope, stack
+from jaxformer.nn import attention, block, mlp, model, norm, position, rope, stack
+from jaxformer.nn.kernels import select
 
-_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, kernels.visible, kernels.attend
+_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, select.visible, select.attend
 _norm, _position, _mlp, _block, _stack = (module.apply for module in (norm, position, mlp, block, stack))
 _rope_angles = rope.angles
 _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.angles, packing.next_token
@@ -21,7 +22,7 @@ def attend_with(softmax, dtype=jnp.float32, finish=lambda out, seen: out):
         seen = jnp.ones(scores.shape[-2:], bool) if mask is None else mask[:, None, None]
         return finish(jnp.einsum("BKGTS,BKSH->BKGTH", observe(softmax(scores, seen).astype(v.dtype)), v), seen)
 
-    return [(kernels, "attend", attend)]
+    return [(select, "attend", attend)]
 
 
 def masked(scores, seen, axis=-1):
@@ -55,7 +56,7 @@ def no_maximum(scores, seen):
 
 
 def scale_by(width):
-    return [(kernels, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
+    return [(select, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
 
 
 def _interleaved_groups(q, k, v, *rest, **given):
@@ -71,12 +72,12 @@ def _concatenated(equation, x, kernel, bias=None):
     return _dense(equation, x, kernel, bias)
 
 
-def _turned_values(params, x, cfg, places):
-    k, v, places = _key_value(params, x, cfg, places)
-    return k, _position({}, v, places.position, cfg), places
+def _turned_values(params, x, cfg, info):
+    k, v, info = _key_value(params, x, cfg, info)
+    return k, _position({}, v, info.position, cfg), info
 
 
-GROUPS = [(kernels, "attend", _interleaved_groups)]
+GROUPS = [(select, "attend", _interleaved_groups)]
 CONCAT = [(attention, "dense", _concatenated)]
 TURNED_VALUES = [(attention, "key_value", _turned_values)]
 
@@ -92,7 +93,7 @@ def see_with(rule):
         distance = query.order[:, :, None] - key.order[:, None, :]
         return rule(distance) if seen is None else seen & rule(distance)
 
-    return [(kernels, "visible", visible)]
+    return [(select, "visible", visible)]
 
 
 def _one_length(query, key, **given):
@@ -104,8 +105,8 @@ def _seen_padding(query, key, **given):
     return _visible(query, key.replace(valid=None), **given)
 
 
-ONE_LENGTH = [(kernels, "visible", _one_length)]
-SEEN_PADDING = [(kernels, "visible", _seen_padding)]
+ONE_LENGTH = [(select, "visible", _one_length)]
+SEEN_PADDING = [(select, "visible", _seen_padding)]
 
 
 # Residual, layers
@@ -165,9 +166,9 @@ def _embed_with_positions(params, tokens, cfg, types=None):
     return _position(params["decoder"].get("position", {}), _embed(params, tokens, cfg), jnp.arange(tokens.shape[1])[None], cfg)
 
 
-def _block_with_positions(params, x, cfg, *, places, position_params, **given):
-    x = _position(position_params, x, places.position, cfg)
-    return _block(params, x, cfg, places=places, position_params=position_params, **given)
+def _block_with_positions(params, x, cfg, *, info, position_params, **given):
+    x = _position(position_params, x, info.position, cfg)
+    return _block(params, x, cfg, info=info, position_params=position_params, **given)
 
 
 def _twice(params, x, *rest):

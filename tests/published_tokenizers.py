@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxformer.data import tokenizer
+from jaxformer.tokenizers import tokenizer
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog",

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.optim import optimizer
-from jaxformer.training.step import TrainState, init_state
+from jaxformer.training.update import TrainState, init_state
 from tests import tiny
 
 CFG = jf.presets.llama(vocab_size=64, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, residual_dropout=0.2)

@@ -10,7 +10,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.nn.attend import attend
-from jaxformer.nn.mask import Places, arange, visible
+from jaxformer.nn.mask import TokenInfo, arange, visible
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 # float32 sums of at most 40 terms of size 1: 40 · 2^-24 is 2e-6
@@ -125,8 +125,8 @@ def test_a_row_of_padding_only_harms_nothing(name):
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_visible_by_brute_force(causal, window):
     rng = np.random.default_rng(0)
-    query = Places(np.arange(3, 7)[None], None, rng.integers(1, 3, (2, 4)))
-    key = Places(np.arange(8)[None], None, rng.integers(1, 3, (2, 8)), rng.random((2, 8)) < 0.7)
+    query = TokenInfo(np.arange(3, 7)[None], None, rng.integers(1, 3, (2, 4)))
+    key = TokenInfo(np.arange(8)[None], None, rng.integers(1, 3, (2, 8)), rng.random((2, 8)) < 0.7)
     mask = visible(query, key, causal=causal, window=window)
     assert mask.dtype == bool and mask.shape == (2, 4, 8)
     for b, i, j in np.ndindex(2, 4, 8):

@@ -10,14 +10,14 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import moe
-from jaxformer.parts import Experts
+from jaxformer.config import Experts
+from jaxformer.nn.experts import router
 from jaxformer.training import balance
-from jaxformer.training.loss import loss_sum
-from jaxformer.training.step import init_state, make_update
+from jaxformer.training.objective import loss_sum
+from jaxformer.training.update import init_state, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-BASE = Experts(number=4, per_token=2, d_ff=8)
+BASE = Experts(n_experts=4, per_token=2, d_ff=8)
 
 
 def did(*layers, experts=BASE, counted=None):
@@ -25,9 +25,9 @@ def did(*layers, experts=BASE, counted=None):
     sums = []
     for logits in layers:
         logits = jnp.asarray(logits, jnp.float32)
-        routing = moe.route({"router": jnp.eye(experts.number)}, logits[None], experts)
+        routing = router.route({"router": jnp.eye(experts.number)}, logits[None], experts)
         counts = jnp.ones(len(logits), bool) if counted is None else jnp.asarray(counted)
-        sums.append(moe.sums(routing, jnp.ones(routing.expert.shape, bool), counts[None], experts))
+        sums.append(router.sums(routing, jnp.ones(routing.expert.shape, bool), counts[None], experts))
     return {name: jnp.stack([one[name] for one in sums]) for name in sums[0]}
 
 

@@ -12,7 +12,7 @@ from beams import EOS, PAD, PROMPTS, SOURCES, Rules
 
 import jaxformer as jf
 from jaxformer.decode import beam
-from jaxformer.decode.cache import Cache
+from jaxformer.nn.cache import Cache
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 # a score is a sum of up to six float32 log-probabilities, each known to some roundings of the largest logit, about 20

@@ -10,7 +10,7 @@ import tiny
 from decoding import close, forward, inputs, model
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
+from jaxformer.nn import cache as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

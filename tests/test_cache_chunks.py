@@ -10,7 +10,7 @@ import tiny
 from decoding import LENGTH, PADS, close, forward, inputs, loud, model, row_inputs
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
+from jaxformer.nn import cache as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -105,11 +105,11 @@ def test_a_chunk_writes_no_slot_twice(monkeypatch):
     """Which of two writes to one slot lasts is not defined on every device: of a long chunk, the last tokens are written."""
     cfg, _ = model("mistral")
     valid = holes()[:, :11]
-    places, cache = jf.init_cache(cfg, ROWS, TOTAL).advance((ROWS, 11), cfg, None, valid)
+    info, cache = jf.init_cache(cfg, ROWS, TOTAL).advance((ROWS, 11), cfg, None, valid)
     written, write = [], caches._write
     monkeypatch.setattr(caches, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis))
     entry = np.zeros((ROWS, cfg.n_kv_heads, 11, cfg.head_dim), np.float32)
-    cache.writer(0, cfg.layers[0], places).extend({"key": entry, "value": entry})
+    cache.writer(0, cfg.layers[0], info).extend({"key": entry, "value": entry})
     for slots, here in zip(np.asarray(written[0]), valid, strict=True):
         assert len(set(slots)) == 11 and (slots[~here] >= 4).all()
         order = np.arange(here.sum())

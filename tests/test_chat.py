@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from jaxformer.data import chat, tokenizer
+from jaxformer.tokenizers import chat, tokenizer
 from tests import published_tokenizers as made
 from tests.published_tokenizers import TURNS, assistant, loaded, user
 

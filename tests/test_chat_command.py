@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer import sample
+from jaxformer.cli import sample
 from tests.published_tokenizers import assistant, loaded, user
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

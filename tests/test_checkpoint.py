@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
-from jaxformer import run
-from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.training import run
+from jaxformer.training.checkpoints import Checkpoints
 from tests.states import CFG, assert_equal, at, listing, params_of, restore, save
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import jaxformer as jf
-from jaxformer import run
 from jaxformer.nn import model
+from jaxformer.training import run
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))

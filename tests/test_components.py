@@ -12,11 +12,11 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.data import tokenizer
-from jaxformer.record import to_json
-from jaxformer.run import write_run
-from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.step import init_state, make_update
+from jaxformer.config.strict import to_json
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.run import write_run
+from jaxformer.training.update import init_state, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=1)
@@ -223,7 +223,7 @@ def test_stack_alone():
             x_BTD = jf.block.apply(jax.tree.map(lambda leaf: leaf[layer], params["layers"]), x_BTD, cfg)  # noqa: B023
         return jf.norm.apply(params["norm"], x_BTD, cfg)
 
-    found = jax.jit(lambda params, x_BTD: jf.stack.apply(params, x_BTD, cfg, places=jf.mask.arange(5)))(params, x_BTD)
+    found = jax.jit(lambda params, x_BTD: jf.stack.apply(params, x_BTD, cfg, info=jf.mask.arange(5)))(params, x_BTD)
     near(found, jax.jit(by_parts)(params, x_BTD))
 
 

@@ -12,9 +12,9 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.data import tokenizer
-from jaxformer.record import from_dict, to_json
-from jaxformer.run import write_run
+from jaxformer.config.strict import from_dict, to_json
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training.run import write_run
 
 CFG = tiny.PRESETS["llama_gqa"]
 SIZES = {"vocab_size": 11, "d_model": 8, "n_layers": 2, "n_heads": 4}
@@ -171,7 +171,7 @@ def test_errors_of_constructors():
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
 def test_dtypes_are_kept_by_name(dtype):
     cfg = dataclasses.replace(CFG, dtype=dtype, param_dtype=dtype)
-    assert (cfg.dtype, cfg.param_dtype) == ("bfloat16", "bfloat16")
+    assert (cfg.execution.dtype, cfg.param_dtype) == ("bfloat16", "bfloat16")
 
 
 def test_configs_of_layers_and_encoder():

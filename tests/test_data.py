@@ -10,7 +10,8 @@ import os
 import numpy as np
 import pytest
 
-from jaxformer.data import DataConfig, cache, dates, iterate, load, packing, pairs, text, tokenizer
+from jaxformer.data import DataConfig, dates, iterate, load, packing, pairs, text
+from jaxformer.tokenizers import disk_cache, tokenizer
 
 BYTE = tokenizer.Bytes()
 E, P = BYTE.eos_id, BYTE.pad_id
@@ -159,7 +160,7 @@ def test_path_errors(tmp_path):
 def test_windows_keep_documents_apart():
     stream = stream_of("abc", "de", "", "f")
     assert stream.tokens.tolist() == [97, 98, 99, E, 100, 101, E, E, 102, E] and stream.tokens.dtype == np.int32
-    batch = packing.windows(stream, np.array([0, 2, 7, 10]), 5, P, separate=True)
+    batch = packing.windows(stream, np.array([0, 2, 7, 10]), 5, P, segment_documents=True)
     assert batch["tokens"].tolist() == [
         [97, 98, 99, E, 100],
         [99, E, 100, 101, E],
@@ -316,7 +317,7 @@ def test_validation_bytes_are_those_of_the_targets(tmp_path):
     fields = {"path": f"{tmp_path}/train", "validation_path": f"{tmp_path}/valid", "length": 4, "batch_size": 2}
     chars = load(DataConfig(**fields, tokenizer="char"))
     assert chars.validation_bytes == (2 + 4) + 2  # neither document's first character is predicted
-    joined = load(DataConfig(**fields, tokenizer="char", separate=False))
+    joined = load(DataConfig(**fields, tokenizer="char", segment_documents=False))
     assert joined.validation_bytes == (2 + 4) + 3
     assert load(DataConfig(**fields, tokenizer="byte")).validation_bytes == 6 + 2
     assert chars.summary == {
@@ -516,18 +517,18 @@ def test_results_are_kept_and_damage_is_repaired(tmp_path, own_cache, monkeypatc
 
 def test_cache_keys_tell_inputs_apart():
     inputs = [("a", ["b"]), ("ab", []), ("a", "b", []), ("a", ["", "b"]), ("a", ["b", ""]), ("a", 1)]
-    keys = [cache.key(*parts) for parts in inputs]
-    assert len(set(keys)) == len(keys) and keys == [cache.key(*parts) for parts in inputs]
+    keys = [disk_cache.key(*parts) for parts in inputs]
+    assert len(set(keys)) == len(keys) and keys == [disk_cache.key(*parts) for parts in inputs]
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.folder() != tmp_path / "jaxformer"
+    assert disk_cache.folder() != tmp_path / "jaxformer"
     monkeypatch.delenv("JAXFORMER_CACHE")
-    assert cache.folder() == tmp_path / "jaxformer"
+    assert disk_cache.folder() == tmp_path / "jaxformer"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / ".cache" / "jaxformer"
+    assert disk_cache.folder() == tmp_path / ".cache" / "jaxformer"
 
 
 def test_a_cache_that_cannot_be_written_only_warns(tmp_path, monkeypatch):
@@ -539,14 +540,14 @@ def test_a_cache_that_cannot_be_written_only_warns(tmp_path, monkeypatch):
 
 def test_writes_are_atomic(tmp_path, monkeypatch):
     path = tmp_path / "new" / "file"
-    cache.write(path, b"old")
+    disk_cache.write(path, b"old")
 
     def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        cache.write(path, b"new")
+        disk_cache.write(path, b"new")
     assert [p.name for p in path.parent.iterdir()] == ["file"] and path.read_bytes() == b"old"
 
 

@@ -9,9 +9,9 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.generate import _generate
+from jaxformer.nn import cache as caches
 
 SLOTS, WINDOW = 1024, 320
 NAMES = ("llama_gqa", "mistral")

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import jaxformer as jf
-from jaxformer.component import Component
-from jaxformer.parallel.data import PLACEMENTS
-from jaxformer.training.step import init_state, make_evaluate, make_update
+from jaxformer.config.components import Component
+from jaxformer.parallel.placement import PLACEMENTS
+from jaxformer.training.update import init_state, make_evaluate, make_update
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -12,14 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxformer as jf
-from jaxformer.nn import dispatch, moe, ragged
-from jaxformer.nn.moe import Routed
-from jaxformer.parts import Experts
-from jaxformer.sharding import ROWS, MeshConfig, shardings
-from jaxformer.training.loss import loss_sum
+from jaxformer.config import Experts
+from jaxformer.nn.experts import dispatch, ragged, router
+from jaxformer.nn.experts.router import Routed
+from jaxformer.parallel.sharding import ROWS, MeshConfig, shardings
+from jaxformer.training.objective import loss_sum
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-BASE = Experts(number=8, per_token=2, d_ff=12)
+BASE = Experts(n_experts=8, per_token=2, d_ff=12)
 MESHES = {
     "expert": MeshConfig(expert=4),
     "fsdp": MeshConfig(expert=2, fsdp=2),
@@ -37,7 +37,7 @@ def model(experts, **fields):
 
 def layer(cfg, rows=8, length=6):
     rng = np.random.default_rng(0)
-    shapes = {path: param.shape(cfg) for path, param in jf.spec.walk(moe.spec(cfg))}
+    shapes = {path: param.shape(cfg) for path, param in jf.spec.walk(router.spec(cfg))}
     params = {path: jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, jnp.float32) for path, shape in shapes.items()}
     # Positive, so that a column of the router decides how many tokens an expert has.
     return params, jnp.asarray(np.abs(rng.normal(size=(rows, length, cfg.d_model))), jnp.float32)
@@ -48,7 +48,7 @@ def everything(cfg):
 
     def weighed(params, x_BTD):
         routed = Routed(jnp.arange(x_BTD.shape[1]) > 0, training=True)
-        y_BTD = moe.apply(params, x_BTD, cfg, routed=routed)
+        y_BTD = router.apply(params, x_BTD, cfg, routed=routed)
         did = routed.layers[0]
         total = (y_BTD * jnp.cos(jnp.arange(y_BTD.size)).reshape(y_BTD.shape)).sum()
         return total + 0.1 * (did["probability"] ** 2).sum() + 0.1 * did["log_z2"], (y_BTD, did)
@@ -99,7 +99,7 @@ def test_rooms_are_for_a_devices_own_tokens():
 
     def run(params, x_BTD):
         routed = Routed(training=True)
-        return moe.apply(params, x_BTD, cfg, routed=routed), routed.layers[0]
+        return router.apply(params, x_BTD, cfg, routed=routed), routed.layers[0]
 
     with jax.set_mesh(MeshConfig(expert=4).make()):
         found, did = jax.jit(run)(params, x_BTD)
@@ -115,12 +115,12 @@ def test_what_does_not_divide_is_the_same_too():
     """As in decoding: a token a row, fewer rows than devices."""
     cfg = model(BASE)
     params, x_BTD = layer(cfg, rows=3, length=1)
-    expected = jax.jit(lambda p, x: moe.apply(p, x, cfg))(params, x_BTD)
+    expected = jax.jit(lambda p, x: router.apply(p, x, cfg))(params, x_BTD)
     mesh = MeshConfig(expert=4).make()
     with jax.set_mesh(mesh):
         assert not dispatch.divides(x_BTD, BASE, mesh)
-        assert not dispatch.divides(jnp.zeros((8, 1, 16)), Experts(number=6, d_ff=12), mesh)
-        close(jax.jit(lambda p, x: moe.apply(p, x, cfg))(params, x_BTD), expected)
+        assert not dispatch.divides(jnp.zeros((8, 1, 16)), Experts(n_experts=6, d_ff=12), mesh)
+        close(jax.jit(lambda p, x: router.apply(p, x, cfg))(params, x_BTD), expected)
 
 
 # In a model
@@ -198,15 +198,15 @@ def collectives(text, kind):
 def compiled(cfg, mesh, rows=8, length=32):
     params = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        jf.spec.abstract(moe.spec(cfg), cfg),
-        shardings(moe.spec(cfg), cfg, mesh),
+        jf.spec.abstract(router.spec(cfg), cfg),
+        shardings(router.spec(cfg), cfg, mesh),
     )
     at = NamedSharding(mesh, P(ROWS, "context"))
-    x_BTD = jax.ShapeDtypeStruct((rows, length, cfg.d_model), cfg.dtype, sharding=at)
+    x_BTD = jax.ShapeDtypeStruct((rows, length, cfg.d_model), cfg.execution.dtype, sharding=at)
 
     def loss(params, x_BTD):
         routed = Routed(training=True)
-        return (moe.apply(params, x_BTD, cfg, routed=routed) ** 2).sum(), routed.layers
+        return (router.apply(params, x_BTD, cfg, routed=routed) ** 2).sum(), routed.layers
 
     with jax.set_mesh(mesh):
         program = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -242,7 +242,7 @@ def test_tpus_send_ragged_rows_and_multiply_by_the_kernel(monkeypatch):
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices = list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
-    experts = Experts(number=4, per_token=2, d_ff=256)
+    experts = Experts(n_experts=4, per_token=2, d_ff=256)
     cfg = model(experts, d_model=128, dtype="bfloat16")
     text = compiled(cfg, MeshConfig(expert=4).make(devices), length=128)
     assert text.count(" ragged-all-to-all") + text.count('custom_call_target="ragged') >= 4
@@ -254,12 +254,12 @@ def test_tpus_send_ragged_rows_and_multiply_by_the_kernel(monkeypatch):
 
 def test_rows_after_the_last_group_are_not_read():
     rng = np.random.default_rng(0)
-    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (3, 128, 128)))
+    x_MD, weight_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (3, 128, 128)))
     sizes, many = jnp.array([60, 0, 90], jnp.int32), 150
     filled = jnp.where(jnp.arange(256)[:, None] < many, x_MD, jnp.nan)
 
     def run(product, x_MD):
-        y_MF, back = jax.vjp(lambda x, k: product(x, k, sizes), x_MD, kernel_EDF)
+        y_MF, back = jax.vjp(lambda x, k: product(x, k, sizes), x_MD, weight_EDF)
         found = back(jnp.where(jnp.arange(256)[:, None] < many, jnp.ones_like(y_MF), jnp.nan))
         return y_MF[:many], found[0][:many], found[1]
 

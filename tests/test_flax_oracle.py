@@ -94,11 +94,11 @@ VALID = np.array([[True] * T, [True, True, False, True, False, False]])
 @pytest.mark.parametrize("padded", [True, False])
 def test_self_attention(causal, padded):
     cfg = jf.ModelConfig(**{**vars(CFG), "causal": causal})
-    places = jf.mask.arange(T).replace(valid=VALID if padded else None)
+    info = jf.mask.arange(T).replace(valid=VALID if padded else None)
     causal_mask = nn.make_causal_mask(np.ones((B, T))) if causal else None
     padding = nn.make_attention_mask(np.ones((B, T)), VALID) if padded else None
     same(
-        lambda p, x: jf.attention.apply(p, x, cfg, places=places),
+        lambda p, x: jf.attention.apply(p, x, cfg, info=info),
         lambda p, x: flax_attention(p, x, x, nn.combine_masks(causal_mask, padding)),
         attention_params(),
         normal(B, T, D),
@@ -110,10 +110,10 @@ def test_self_attention(causal, padded):
 def test_cross_attention(padded):
     """Queries from one sequence, keys and values from another of another length; no causality."""
     valid = VALID[:, :S] if padded else None
-    places = jf.mask.arange(S).replace(valid=valid)
+    info = jf.mask.arange(S).replace(valid=valid)
 
     def ours(p, x, memory):
-        return jf.attention.apply(p, x, CFG, memory=jf.attention.key_value(p, memory, CFG, places))
+        return jf.attention.apply(p, x, CFG, memory=jf.attention.key_value(p, memory, CFG, info))
 
     mask = nn.make_attention_mask(np.ones((B, T)), valid) if padded else None
     theirs = lambda p, x, memory: flax_attention(p, x, memory, mask)

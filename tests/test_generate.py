@@ -12,10 +12,10 @@ import tiny
 from decoding import GREEDY, NEW, PADS, PROMPTS, alone, close, forward, inputs, loud, model, padded, widths
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.generate import _generate
 from jaxformer.decode.prompts import bucket
+from jaxformer.nn import cache as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

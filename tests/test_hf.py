@@ -95,10 +95,12 @@ def test_dtypes_are_kept_or_chosen(tmp_path):
     half = {name: t.astype(ml_dtypes.bfloat16) for name, t in tensors.items()}
     published.folder(tmp_path, "llama", tensors=half)
     cfg, params = load(tmp_path)
-    assert cfg.dtype == cfg.param_dtype == "bfloat16" and {p.dtype.name for p in jax.tree.leaves(params)} == {"bfloat16"}
+    assert cfg.execution.dtype == cfg.param_dtype == "bfloat16" and {p.dtype.name for p in jax.tree.leaves(params)} == {
+        "bfloat16"
+    }
     np.testing.assert_array_equal(params["embedding"]["token"], half["model.embed_tokens.weight"])
     cfg, params = load(tmp_path, dtype="float32")
-    assert cfg.dtype == "float32" and {p.dtype.name for p in jax.tree.leaves(params)} == {"float32"}
+    assert cfg.execution.dtype == "float32" and {p.dtype.name for p in jax.tree.leaves(params)} == {"float32"}
 
 
 # What is refused

@@ -11,7 +11,7 @@ import pytest
 from golden import weights
 
 import jaxformer as jf
-from jaxformer.data import tokenizer
+from jaxformer.tokenizers import tokenizer
 
 
 def command(*arguments, fails=False):

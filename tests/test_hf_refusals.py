@@ -9,9 +9,9 @@ import pytest
 from golden import weights
 from safetensors.numpy import save_file
 
-from jaxformer.data import tokenizer
 from jaxformer.hf import load, save
 from jaxformer.hf.verify import compare
+from jaxformer.tokenizers import tokenizer
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}

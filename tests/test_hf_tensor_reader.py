@@ -12,7 +12,7 @@ import pytest
 from golden import weights
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import spec as specs
+from jaxformer.config import spec as specs
 from jaxformer.hf import FAMILIES, load, safetensors_files, tensor_reader
 from jaxformer.hf.load import read_config, resolve
 from jaxformer.hf.save import stored_tensors

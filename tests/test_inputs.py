@@ -259,8 +259,8 @@ def test_positions_count_the_valid_tokens_of_each_segment(name):
     counted = ALL if valid is None else valid
     expected = count_by_hand(ONE if segments is None else segments, counted)
     assert not np.array_equal(expected, np.tile(np.arange(6), (2, 1)))
-    places = inputs.places("", (2, 6), LLAMA, segments=segments, valid=valid)
-    found = np.broadcast_to(places.position, (2, 6))
+    info = inputs.token_info("", (2, 6), LLAMA, segments=segments, valid=valid)
+    found = np.broadcast_to(info.position, (2, 6))
     np.testing.assert_array_equal(found[counted], expected[counted])
     given = {"segments": segments, "valid": valid}
     tokens = tiny.tokens(GPT, 2, 6)

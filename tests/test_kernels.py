@@ -14,12 +14,13 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxformer as jf
-from jaxformer.nn import cudnn, inputs, kernels, splash
-from jaxformer.nn.mask import Places
-from jaxformer.nn.site import Site
+from jaxformer.nn import inputs
+from jaxformer.nn.kernels import cudnn, select, splash
+from jaxformer.nn.kernels.call import AttentionCall
+from jaxformer.nn.mask import TokenInfo
+from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.plan import topology
 from jaxformer.plan.compile import not_cached
-from jaxformer.sharding import MeshConfig
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
 LENGTH = 256
@@ -44,7 +45,7 @@ CASES = {
 }
 
 
-def places(case, length, rows=2):
+def info(case, length, rows=2):
     rng = np.random.default_rng(1)
     segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1) if case.get("segments") else None
     valid = None
@@ -54,7 +55,7 @@ def places(case, length, rows=2):
         if padding == "holes":
             valid &= rng.random(valid.shape) < 0.5
         valid[1] = True  # a row of its own without padding
-    return inputs.places("", (rows, length), CFG, segments=segments, valid=valid)
+    return inputs.token_info("", (rows, length), CFG, segments=segments, valid=valid)
 
 
 def tensors(shape, dtype, queries, keys, rows=2):
@@ -69,14 +70,14 @@ def both(kernel, case, shape="gqa", dtype="float32"):
     own = {name: case[name] for name in ("causal", "window") if name in case}
     cfg = dataclasses.replace(CFG, attention_softcap=case.get("softcap"), **own)
     keys = case.get("keys", LENGTH)
-    at = places(case, keys)
-    query_at = places({}, LENGTH) if case.get("crossing") else at
+    at = info(case, keys)
+    query_at = info({}, LENGTH) if case.get("crossing") else at
     q, k, v = tensors(shape, dtype, LENGTH, keys)
     weight = jnp.asarray(np.random.default_rng(2).standard_normal((*q.shape[:-1], v.shape[-1])), jnp.float32)
 
     def run(name):
         named = dataclasses.replace(cfg, attention_kernel=name)
-        mix = functools.partial(kernels.mix, places=query_at, key_places=at, cfg=named, crossing=case.get("crossing", False))
+        mix = functools.partial(select.mix, info=query_at, key_info=at, cfg=named, crossing=case.get("crossing", False))
         value, back = jax.vjp(lambda q, k, v: mix(q, k, v).astype(jnp.float32) * weight, q, k, v)
         return value, *back(jnp.ones_like(weight))
 
@@ -189,7 +190,7 @@ REFUSED = {
         "keys of all heads on each device": ({"heads_apart": True}, "spread over devices as their queries are"),
     },
 }
-GOOD = Site(queries=256, keys=256, key_width=128, value_width=128, dtype="bfloat16")
+GOOD = AttentionCall(queries=256, keys=256, key_width=128, value_width=128, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("kernel,what", [(kernel, what) for kernel, cases in REFUSED.items() for what in cases])
@@ -197,19 +198,19 @@ def test_what_a_kernel_cannot_do_is_refused_when_named_and_plain_by_itself(kerne
     fields, words = REFUSED[kernel][what]
     site = dataclasses.replace(GOOD, **fields)
     named = dataclasses.replace(CFG, attention_kernel=kernel)
-    assert kernels.choose(named, GOOD) == kernel
+    assert select.choose(named, GOOD) == kernel
     with pytest.raises(ValueError, match=words) as error:
-        kernels.choose(named, site)
+        select.choose(named, site)
     assert "'auto'" in str(error.value)
-    platform = {own: name for name, own in kernels.OF_PLATFORM.items()}[kernel]
-    monkeypatch.setattr(kernels, "platform", lambda: platform)
-    assert kernels.choose(CFG, GOOD) == kernel
-    assert kernels.choose(CFG, site) == "xla"
+    platform = {own: name for name, own in select.OF_PLATFORM.items()}[kernel]
+    monkeypatch.setattr(select, "platform", lambda: platform)
+    assert select.choose(CFG, GOOD) == kernel
+    assert select.choose(CFG, site) == "xla"
 
 
 def test_caches_are_read_by_plain_xla_whatever_is_named(monkeypatch):
     cached = dataclasses.replace(GOOD, ordered=False)
-    assert {kernels.choose(dataclasses.replace(CFG, attention_kernel=name), cached) for name in kernels.LIMITS} == {"xla"}
+    assert {select.choose(dataclasses.replace(CFG, attention_kernel=name), cached) for name in select.LIMITS} == {"xla"}
     cfg = dataclasses.replace(tiny.PRESETS["llama_gqa"], attention_kernel="splash", n_layers=1)
     out = jf.generate(tiny.drawn(cfg), tiny.tokens(cfg, 2, 5), cfg, max_new_tokens=2)
     assert out.tokens.shape == (2, 2)
@@ -225,11 +226,11 @@ def test_gpus_of_others_have_no_cudnn(monkeypatch):
 
 
 def test_auto_says_what_it_takes(monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "platform", lambda: "tpu")
-    kernels._tell.cache_clear()
+    monkeypatch.setattr(select, "platform", lambda: "tpu")
+    select._tell.cache_clear()
     caplog.set_level("INFO")
     for site in (GOOD, dataclasses.replace(GOOD, ordered=False), dataclasses.replace(GOOD, dropout=True), GOOD):
-        kernels.choose(CFG, site)
+        select.choose(CFG, site)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "attention: splash"),
         ("WARNING", "attention: plain XLA, which is slower: splash makes no weights that dropout could act on"),
@@ -237,13 +238,13 @@ def test_auto_says_what_it_takes(monkeypatch, caplog):
 
 
 def test_a_cpu_computes_by_plain_xla():
-    assert kernels.choose(CFG, GOOD) == "xla"
+    assert select.choose(CFG, GOOD) == "xla"
 
 
 def test_whoever_listens_gets_the_weights(monkeypatch):
     cfg = dataclasses.replace(CFG, n_layers=1)
     ids, params = np.ones((1, 128), np.int32), jf.spec.abstract(jf.model.spec(cfg), cfg)
-    monkeypatch.setattr(kernels, "platform", lambda: "tpu")
+    monkeypatch.setattr(select, "platform", lambda: "tpu")
     _, seen = jax.eval_shape(jf.capture(lambda p: jf.forward(p, ids, cfg), "*weights"), params)
     assert list(seen) == ["decoder.0.attention.weights"]
 
@@ -262,14 +263,14 @@ def test_whole_models_by_splash(form):
 
 def test_the_readme_has_the_table():
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    assert kernels.table() in readme
+    assert select.table() in readme
 
 
 def _can(site):
-    return kernels.LIMITS["splash"](site) is None
+    return select.LIMITS["splash"](site) is None
 
 
-COMPILED = [name for name, fields in kernels.FEATURES.items() if _can(dataclasses.replace(kernels.TYPICAL, **fields))]
+COMPILED = [name for name, fields in select.FEATURES.items() if _can(dataclasses.replace(select.TYPICAL, **fields))]
 
 
 @pytest.mark.slow
@@ -277,7 +278,7 @@ COMPILED = [name for name, fields in kernels.FEATURES.items() if _can(dataclasse
 def test_splash_compiles_for_tpus(feature):
     """Everything that the table says of it, forward and backward, for four chips."""
     pytest.importorskip("libtpu")
-    site = dataclasses.replace(kernels.TYPICAL, **kernels.FEATURES[feature])
+    site = dataclasses.replace(select.TYPICAL, **select.FEATURES[feature])
     queries, keys = site.queries // 4, site.keys // 4
     config = MeshConfig(context=4) if site.shards == 4 else MeshConfig(tensor=2, fsdp=2)
     mesh = config.make(topology.devices(topology.parse("v5e:2x2")))
@@ -290,9 +291,9 @@ def test_splash_compiles_for_tpus(feature):
     def loss(q, k, v, ids):
         def at(length):
             order, own = jnp.arange(length)[None], ids[:, :length]
-            return Places(order, order, own if site.segments else None, own > 0 if site.padding else None, ordered=True)
+            return TokenInfo(order, order, own if site.segments else None, own > 0 if site.padding else None, ordered=True)
 
-        return kernels.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
+        return select.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh), not_cached():
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v, ids).compile()

@@ -9,9 +9,9 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
+from jaxformer.config import Experts, Latent
+from jaxformer.nn import cache as caches
 from jaxformer.nn import latent
-from jaxformer.parts import Experts, Latent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LATENT = Latent(rank=12, query_rank=10, rope_dim=4, value_dim=6)
@@ -153,6 +153,6 @@ def test_published_sizes(name, total, active, digit):
 def test_active_parameters_by_hand():
     dense = jf.presets.llama2_7b()
     assert jf.spec.active(jf.model.spec(dense), dense) == jf.spec.count(jf.model.spec(dense), dense)
-    shared = model(experts=Experts(number=4, per_token=2, d_ff=8, shared=1))
+    shared = model(experts=Experts(n_experts=4, per_token=2, d_ff=8, shared=1))
     spec = jf.model.spec(shared)
     assert jf.spec.count(spec, shared) - jf.spec.active(spec, shared) == 2 * 2 * 3 * 16 * 8  # layers, idle experts, maps, D, F

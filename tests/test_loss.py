@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxformer as jf
-from jaxformer.component import Component
+from jaxformer.config.components import Component
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -12,10 +12,10 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 import jaxformer as jf
-from jaxformer import sharding
+from jaxformer.parallel import sharding
 from jaxformer.parallel.mesh import check_batch, on_mesh, state_shardings
-from jaxformer.sharding import ACTIVATIONS, PARAMETERS, MeshConfig, place
-from jaxformer.training.step import init_state, make_update
+from jaxformer.parallel.sharding import ACTIVATIONS, PARAMETERS, MeshConfig, partition_spec
+from jaxformer.training.update import init_state, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 5
@@ -41,7 +41,7 @@ OPTIM = jf.OptimConfig(lr=0.03, schedule="constant", warmup_steps=2, eps=1e-2, c
 )
 def test_a_letter_goes_where_it_divides_and_an_axis_is_used_once(letters, shape, rules, expected):
     mesh = MeshConfig(data=2, fsdp=2, tensor=2).make()
-    assert place(letters, shape, rules, mesh) == expected
+    assert partition_spec(letters, shape, rules, mesh) == expected
 
 
 def test_meshes_and_batches_that_do_not_fit():
@@ -205,7 +205,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     def config(directory, steps, mesh):
         return jf.Config(
             model=jf.presets.llama(vocab_size=16, d_model=16, n_layers=1, n_heads=2),
-            data=jf.DataConfig(path=str(text), tokenizer="char", length=8, batch_size=8, separate=False),
+            data=jf.DataConfig(path=str(text), tokenizer="char", length=8, batch_size=8, segment_documents=False),
             optim=OPTIM,
             train=jf.TrainConfig(steps=steps, eval_every=2, log_every=1, prompt="one", sample_tokens=2),
             mesh=mesh,

@@ -16,7 +16,8 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.data import packing
-from jaxformer.nn import attention, block, kernels, mask, mlp, norm, position, rope
+from jaxformer.nn import attention, block, mask, mlp, norm, position, rope
+from jaxformer.nn.kernels import select
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of some dozens of terms of size 1
@@ -105,7 +106,7 @@ def layer_norm_of_1_2_3():
 
 def the_target_is_the_next_token():
     stream = packing.Stream(np.arange(10, 19, dtype=np.int32), np.array([0, 9]))
-    batch = packing.windows(stream, np.array([0, 4]), length=4, pad_id=0, separate=False)
+    batch = packing.windows(stream, np.array([0, 4]), length=4, pad_id=0, segment_documents=False)
     np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
 
 
@@ -119,7 +120,7 @@ def a_position_sees_itself_and_what_is_before():
 def a_row_that_sees_nothing_is_zero_with_finite_gradients():
     seen = np.array([[[0, 0, 0], [1, 0, 0], [1, 1, 0]]], bool)
     q, k, v = draw(1, 1, 1, 3, 4), draw(1, 1, 3, 4), draw(1, 1, 3, 4, seed=1)
-    out, back = jax.vjp(lambda *qkv: kernels.attend(*qkv, seen), q, k, v)
+    out, back = jax.vjp(lambda *qkv: select.attend(*qkv, seen), q, k, v)
     assert (out[0, 0, 0, 0] == 0).all()
     for gradient in back(jnp.ones_like(out)):
         assert np.isfinite(gradient).all()
@@ -133,7 +134,7 @@ def large_scores_stay_finite():
         large = [(scale * x).astype(dtype) for x in (q, k)]
         exact = np.einsum("th,sh->ts", *(np.asarray(x, np.float64).squeeze() for x in large)) / 8
         best = np.asarray(v)[0, 0][exact.argmax(-1)]  # the largest leads by hundreds: its weight is 1
-        np.testing.assert_allclose(kernels.attend(*large, v.astype(dtype), seen)[0, 0, 0], best, rtol=1e-3)
+        np.testing.assert_allclose(select.attend(*large, v.astype(dtype), seen)[0, 0, 0], best, rtol=1e-3)
 
 
 def squares_do_not_overflow(name):
@@ -176,10 +177,10 @@ def rope_turns_once():
 
 def only_distances_count():
     params, x = part(ROPE, "attention"), draw(1, 5, D)
-    run = lambda places: attention.apply(params, x, ROPE, places=places)
-    places = mask.arange(5)
-    shifted = places.replace(position=places.position + 7)
-    np.testing.assert_allclose(fresh(run, shifted), fresh(run, places), **CLOSE)
+    run = lambda info: attention.apply(params, x, ROPE, info=info)
+    info = mask.arange(5)
+    shifted = info.replace(position=info.position + 7)
+    np.testing.assert_allclose(fresh(run, shifted), fresh(run, info), **CLOSE)
 
 
 def a_position_past_the_table_is_not_the_last_one():
@@ -192,7 +193,7 @@ def a_position_past_the_table_is_not_the_last_one():
 def neighbouring_query_heads_share_a_key_value_head():
     q, k = draw(1, 2, 2, 3, 4), draw(1, 2, 3, 4)
     v = jnp.broadcast_to(jnp.array([1.0, 2.0])[None, :, None, None], k.shape)
-    heads = kernels.attend(q, k, v, None).reshape(4, 3, 4)
+    heads = select.attend(q, k, v, None).reshape(4, 3, 4)
     np.testing.assert_allclose(heads[:, 0, 0], [1, 1, 2, 2], rtol=1e-6)
 
 

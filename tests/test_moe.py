@@ -10,12 +10,12 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import moe, ragged
-from jaxformer.nn.moe import Routed
-from jaxformer.parts import Experts
+from jaxformer.config import Experts
+from jaxformer.nn.experts import ragged, router
+from jaxformer.nn.experts.router import Routed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-BASE = Experts(number=4, per_token=2, d_ff=12)
+BASE = Experts(n_experts=4, per_token=2, d_ff=12)
 SCORES = {
     "softmax": BASE,
     "as they are": dataclasses.replace(BASE, normalize=False, per_token=1),
@@ -32,7 +32,7 @@ def model(experts, **fields):
 def layer(cfg, seed=0, tokens=11):
     """Parameters of one layer's experts, and rows to put through it."""
     rng = np.random.default_rng(seed)
-    shapes = {path: param.shape(cfg) for path, param in jf.spec.walk(moe.spec(cfg))}
+    shapes = {path: param.shape(cfg) for path, param in jf.spec.walk(router.spec(cfg))}
     flat = {path: jnp.asarray(rng.normal(size=shape) / shape[-1] ** 0.5, jnp.float32) for path, shape in shapes.items()}
     params = {name: value for name, value in flat.items() if "." not in name}
     if "shared.up" in flat:
@@ -91,7 +91,7 @@ def compared(experts, params, x_BTD, room=None):
     weights = jnp.cos(jnp.arange(x_BTD.size)).reshape(x_BTD.shape)
 
     def apply(params, x):
-        return moe.apply(params, x, cfg, routed=Routed(training=True))
+        return router.apply(params, x, cfg, routed=Routed(training=True))
 
     def ours(params, x):
         return (apply(params, x) * weights).sum()
@@ -124,7 +124,7 @@ def test_uneven_loads(loads):
     column = {"one has all": 3.0, "one has none": -3.0}[loads]
     params["router"] = params["router"].at[:, 2].set(column)
     routed = Routed()
-    moe.apply(params, x_BTD, model(BASE), routed=routed)
+    router.apply(params, x_BTD, model(BASE), routed=routed)
     assert routed.layers[0]["load"][2] == (11 if column > 0 else 0)
     compared(BASE, params, x_BTD)
 
@@ -132,7 +132,7 @@ def test_uneven_loads(loads):
 def test_capacity_with_room_is_dropless():
     roomy = dataclasses.replace(BASE, dispatch="capacity", capacity=4.0)
     params, x_BTD = layer(model(BASE))
-    close(moe.apply(params, x_BTD, model(roomy), routed=Routed(training=True)), moe.apply(params, x_BTD, model(BASE)))
+    close(router.apply(params, x_BTD, model(roomy), routed=Routed(training=True)), router.apply(params, x_BTD, model(BASE)))
     compared(roomy, params, x_BTD)
 
 
@@ -141,7 +141,7 @@ def test_what_has_no_room_passes_by_and_is_counted():
     room = 2  # of 11 · 2 choices, 0.3 of the even share of 4 experts: 1.65, rounded up
     params, x_BTD = layer(model(BASE), tokens=11)
     routed = Routed(training=True)
-    y_BTD = moe.apply(params, x_BTD, model(tight), routed=routed)
+    y_BTD = router.apply(params, x_BTD, model(tight), routed=routed)
     chosen, kept = chosen_by_hand(params, x_BTD, tight, room)
     close(y_BTD, by_hand(params, x_BTD, tight, chosen, kept))
     assert not kept.all() and routed.layers[0]["dropped"] == (~kept).sum()
@@ -149,7 +149,7 @@ def test_what_has_no_room_passes_by_and_is_counted():
     assert lost.any() and not np.asarray(y_BTD)[0, lost].any(), "nothing is added to the residual"
     compared(tight, params, x_BTD, room)
     for outside in (None, Routed()):  # of training: what a token gets must not depend on those it is computed with
-        close(moe.apply(params, x_BTD, model(tight), routed=outside), moe.apply(params, x_BTD, model(BASE)))
+        close(router.apply(params, x_BTD, model(tight), routed=outside), router.apply(params, x_BTD, model(BASE)))
 
 
 def test_padding_takes_no_room_and_does_not_count():
@@ -159,8 +159,8 @@ def test_padding_takes_no_room_and_does_not_count():
     valid = jnp.arange(16)[None] >= 8
     looser = dataclasses.replace(tight, capacity=0.5)  # of twice as many tokens: the same room
     alone, together = Routed(training=True), Routed(training=True)
-    expected = moe.apply(params, x_BTD, model(tight), routed=alone)
-    found = moe.apply(params, padded, model(looser), valid=valid, routed=together)
+    expected = router.apply(params, x_BTD, model(tight), routed=alone)
+    found = router.apply(params, padded, model(looser), valid=valid, routed=together)
     close(found[:, 8:], expected)
     assert not np.asarray(found[:, :8]).any()
     close(together.layers, alone.layers)
@@ -175,15 +175,15 @@ def test_padding_takes_no_room_and_does_not_count():
 def test_rows_by_their_own_matrix(sizes, rows, monkeypatch):
     monkeypatch.setattr(ragged, "block_rows", lambda *_: rows)
     rng = np.random.default_rng(0)
-    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 3), (4, 3, 5)))
+    x_MD, weight_EDF = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((16, 3), (4, 3, 5)))
     group = np.repeat(np.arange(4), sizes)
-    expected = np.stack([x_MD[i] @ kernel_EDF[g] for i, g in enumerate(group)])
+    expected = np.stack([x_MD[i] @ weight_EDF[g] for i, g in enumerate(group)])
     sizes = jnp.asarray(sizes)
-    close(jax.jit(ragged.ragged_dot)(x_MD, kernel_EDF, sizes), expected)
-    close(jax.lax.ragged_dot(x_MD, kernel_EDF, sizes), expected)  # what accelerators take
+    close(jax.jit(ragged.ragged_dot)(x_MD, weight_EDF, sizes), expected)
+    close(jax.lax.ragged_dot(x_MD, weight_EDF, sizes), expected)  # what accelerators take
 
     def gradients(product):
-        return jax.jit(jax.grad(lambda x, k: (product(x, k, sizes) ** 2).sum(), (0, 1)))(x_MD, kernel_EDF)
+        return jax.jit(jax.grad(lambda x, k: (product(x, k, sizes) ** 2).sum(), (0, 1)))(x_MD, weight_EDF)
 
     for found, wanted in zip(gradients(ragged.ragged_dot), gradients(jax.lax.ragged_dot), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
@@ -192,14 +192,14 @@ def test_rows_by_their_own_matrix(sizes, rows, monkeypatch):
 def test_the_kernel_of_tpus_is_the_same_product():
     """Interpreted. bfloat16 keeps 8 bits: the two round sums of 100 products differently in the last one or two."""
     rng = np.random.default_rng(0)
-    x_MD, kernel_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (4, 128, 256)))
+    x_MD, weight_EDF = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((256, 128), (4, 128, 256)))
     sizes = jnp.array([100, 0, 56, 100], jnp.int32)
-    assert ragged._fits_kernel(x_MD, kernel_EDF) and not ragged._fits_kernel(x_MD[:100], kernel_EDF)
+    assert ragged._fits_kernel(x_MD, weight_EDF) and not ragged._fits_kernel(x_MD[:100], weight_EDF)
     kernel = functools.partial(ragged._by_kernel, interpret=True)
 
     def run(product):
         loss = lambda x, k: (product(x, k, sizes).astype(jnp.float32) ** 2).sum()
-        return product(x_MD, kernel_EDF, sizes), *jax.grad(loss, (0, 1))(x_MD, kernel_EDF)
+        return product(x_MD, weight_EDF, sizes), *jax.grad(loss, (0, 1))(x_MD, weight_EDF)
 
     for found, expected in zip(run(kernel), run(ragged._by_blocks), strict=True):
         found, expected = (np.asarray(x, np.float32) for x in (found, expected))
@@ -208,11 +208,11 @@ def test_the_kernel_of_tpus_is_the_same_product():
 
 def test_a_token_costs_what_its_own_experts_cost():
     """XLA's count against 2·T·(k·3·D·F + D·E), which is what is active: of 8 experts with 2 a token, 4 times less than all."""
-    cfg = jf.presets.llama(vocab_size=8, d_model=64, n_layers=1, n_heads=1, experts=Experts(number=8, per_token=2, d_ff=128))
-    params = jf.spec.abstract(moe.spec(cfg), cfg)
+    cfg = jf.presets.llama(vocab_size=8, d_model=64, n_layers=1, n_heads=1, experts=Experts(n_experts=8, per_token=2, d_ff=128))
+    params = jf.spec.abstract(router.spec(cfg), cfg)
     tokens = 2048
     x_BTD = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
-    counted = jax.jit(lambda p, x: moe.apply(p, x, cfg)).lower(params, x_BTD).compile().cost_analysis()["flops"]
+    counted = jax.jit(lambda p, x: router.apply(p, x, cfg)).lower(params, x_BTD).compile().cost_analysis()["flops"]
     active = 2 * tokens * (2 * 3 * 64 * 128 + 64 * 8)
     assert 1 <= counted / active < 1.1
 
@@ -278,7 +278,7 @@ def test_experts_that_cannot_be(fields, message):
 
 
 def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
-    from jaxformer.training.step import make_update
+    from jaxformer.training.update import make_update
 
     one = dataclasses.replace(BASE, per_token=1)
     with pytest.raises(ValueError, match="their router would learn nothing"):

@@ -12,10 +12,10 @@ import test_speculative as speculative
 import tiny
 
 import jaxformer as jf
-from jaxformer.decode import cache as caches
 from jaxformer.nn import block, mtp, norm
-from jaxformer.training.loss import loss_sum
-from jaxformer.training.step import init_state, make_update
+from jaxformer.nn import cache as caches
+from jaxformer.training.objective import loss_sum
+from jaxformer.training.update import init_state, make_update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASES = ["llama_gqa", "mistral", "deepseek"]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
+from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.plan import __main__ as command
 from jaxformer.plan import advise, arithmetic, count, formula, hlo, memory, names, network, record, topology
-from jaxformer.sharding import MeshConfig
-from jaxformer.training.step import init_state, make_update
+from jaxformer.training.update import init_state, make_update
 from tests import tiny
 
 # Programs

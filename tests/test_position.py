@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.component import Component
+from jaxformer.config.components import Component
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 H = 8

@@ -15,11 +15,12 @@ import pytest
 from golden import weights
 
 import jaxformer as jf
-from jaxformer import pretrained, run
-from jaxformer.data import tokenizer
-from jaxformer.run import InitConfig
-from jaxformer.sharding import MeshConfig
-from jaxformer.training.step import init_state
+from jaxformer.cli import pretrained
+from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training import run
+from jaxformer.training.run import InitConfig
+from jaxformer.training.update import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,7 @@ def folder(tmp_path):
 def config(directory, text, init, steps=2, **model):
     return jf.Config(
         model=dataclasses.replace(jf.presets.llama(vocab_size=3, d_model=16, n_layers=1, n_heads=2), **model),
-        data=jf.DataConfig(path=text, tokenizer="char", length=8, batch_size=8, separate=False),
+        data=jf.DataConfig(path=text, tokenizer="char", length=8, batch_size=8, segment_documents=False),
         optim=jf.OptimConfig(lr=1e-3, warmup_steps=0),
         train=jf.TrainConfig(steps=steps, eval_every=2, log_every=1, prompt="one", sample_tokens=2),
         init=InitConfig(folder=str(init)),
@@ -124,10 +125,8 @@ def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path)
     like = placement.like(abstract)
     params = read(like.params)
     assert same(params, jf.load(folder)[1] if kind == "run" else jf.hf.load(folder)[1])
-    places = [leaf.sharding for leaf in jax.tree.leaves(params)]
-    assert places == [shape.sharding for shape in jax.tree.leaves(like.params)] and not all(
-        p.is_fully_replicated for p in places
-    )
+    info = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    assert info == [shape.sharding for shape in jax.tree.leaves(like.params)] and not all(p.is_fully_replicated for p in info)
     state = train.begin(placement, abstract, fresh, None, lambda like: params)
     assert same(state.params, params)
     train.main(asked)

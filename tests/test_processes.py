@@ -18,11 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import run
-from jaxformer.processes import DistributedConfig, joined
-from jaxformer.sharding import MeshConfig
-from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.step import init_state
+from jaxformer.parallel.multihost import DistributedConfig, joined
+from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.training import run
+from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.update import init_state
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -341,8 +341,8 @@ class Chip:
 
 def chips(slices: int, rows: int = 2, columns: int = 4, platform: str = "tpu") -> list[Chip]:
     """Slices of a grid, a process each, in no good order."""
-    places = [(s, (x, y, 0)) for y in range(rows) for x in range(columns) for s in range(slices)]
-    return [Chip(number, s, s, at, platform) for number, (s, at) in enumerate(places)]
+    info = [(s, (x, y, 0)) for y in range(rows) for x in range(columns) for s in range(slices)]
+    return [Chip(number, s, s, at, platform) for number, (s, at) in enumerate(info)]
 
 
 def test_slices_lie_outermost_along_data_and_neighbours_together():

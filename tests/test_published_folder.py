@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Theirs
 
 import jaxformer as jf
-from jaxformer import run
-from jaxformer.data import tokenizer
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training import run
 from tests import published_tokenizers as made
 
 NAMES = ["qwen", "llama"]

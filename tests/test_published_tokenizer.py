@@ -5,8 +5,8 @@ import random
 import pytest
 from tokenizers import Tokenizer as Theirs
 
-from jaxformer.data import tokenizer
 from jaxformer.decode.stream import Decoder
+from jaxformer.tokenizers import tokenizer
 from tests import published_tokenizers as made
 
 NAMES = ["qwen", "llama"]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxformer.parallel.data import PLACEMENTS
-from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.step import TrainState, make_update
+from jaxformer.parallel.placement import PLACEMENTS
+from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.update import TrainState, make_update
 from tests import tiny
 from tests.states import CFG, OPTIM, STEPS, assert_equal, at, content, digest, fresh, like, listing, params_of, restore, save
 

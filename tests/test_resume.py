@@ -18,9 +18,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import run
-from jaxformer.training.checkpoint import Checkpoints
-from jaxformer.training.step import init_state
+from jaxformer.training import run
+from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.update import init_state
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6

@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
+from jaxformer.config.strict import from_dict, to_json
 from jaxformer.nn import rope
-from jaxformer.record import from_dict, to_json
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ORIGINAL, LENGTH, FILLER = 6, 14, 66

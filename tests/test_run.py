@@ -12,8 +12,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer import evaluate, run
-from jaxformer.data import tokenizer
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training import evaluate, run
 from jaxformer.training.report import records
 
 ROOT = Path(__file__).parent.parent

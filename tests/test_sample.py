@@ -13,9 +13,10 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer import run, sample
-from jaxformer.data import tokenizer
-from jaxformer.training.checkpoint import Checkpoints
+from jaxformer.cli import sample
+from jaxformer.tokenizers import tokenizer
+from jaxformer.training import run
+from jaxformer.training.checkpoints import Checkpoints
 from tests import states
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer import spec as specs
+from jaxformer.config import spec as specs
 from jaxformer.nn import model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -82,8 +82,8 @@ def test_embedding_is_a_product_with_one_hot_rows():
 
 
 def test_causal_mask_of_length_3():
-    places = jf.mask.arange(3)
-    mask = jf.mask.visible(places, places, causal=True)
+    info = jf.mask.arange(3)
+    mask = jf.mask.visible(info, info, causal=True)
     np.testing.assert_array_equal(mask[0], [[1, 0, 0], [1, 1, 0], [1, 1, 1]])
     seen = []
     q, k, v = draw(1, 1, 1, 3, 4), draw(1, 1, 3, 4), draw(1, 1, 3, 4)
@@ -176,7 +176,7 @@ def test_next_token_alignment():
     """put money in the bank: standing on "the", a row sees four words and is trained on "bank"."""
     words = "put money in the bank".split()  # noqa: SIM905
     stream = packing.Stream(np.arange(5, dtype=np.int32), np.array([0, 5]))
-    batch = packing.windows(stream, np.array([0]), length=4, pad_id=0, separate=False)
+    batch = packing.windows(stream, np.array([0]), length=4, pad_id=0, segment_documents=False)
     assert [words[i] for i in batch["tokens"][0]] == ["put", "money", "in", "the"]
     assert [words[i] for i in batch["targets"][0]] == ["money", "in", "the", "bank"]
     assert batch["weights"].tolist() == [[1, 1, 1, 1]]

@@ -11,10 +11,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import jaxformer as jf
-from jaxformer import spec as specs
-from jaxformer.parallel.data import PLACEMENTS
+from jaxformer.config import spec as specs
+from jaxformer.parallel.placement import PLACEMENTS
 from jaxformer.training.optim import learning_rate, optimizer
-from jaxformer.training.step import TrainState, make_update
+from jaxformer.training.update import TrainState, make_update
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -8,8 +8,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.data import tokenizer
 from jaxformer.decode.stream import Decoder, Stop
+from jaxformer.tokenizers import tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TEXT = "def main():\n    return 'na\u00efve caf\u00e9 \u2713 \U0001f600'\n" * 30 + "The quick brown fox. " * 30

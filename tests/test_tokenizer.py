@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from jaxformer.data import pieces, tokenizer
+from jaxformer.tokenizers import tokenizer, train_sentencepiece
 
 NASTY = [
     "a",
@@ -154,14 +154,14 @@ def test_training_is_deterministic(source, monkeypatch, tmp_path):
 
 
 def test_training_samples_evenly(monkeypatch):
-    monkeypatch.setattr(pieces, "_SAMPLE", 1000)
-    monkeypatch.setattr(pieces, "_CHUNK", 10)
+    monkeypatch.setattr(train_sentencepiece, "_SAMPLE", 1000)
+    monkeypatch.setattr(train_sentencepiece, "_CHUNK", 10)
     texts = [f"{i:04d}" * 5 for i in range(300)]
-    sample = list(pieces.sampled(texts))
+    sample = list(train_sentencepiece.sampled(texts))
     owners = [int(chunk[:4] if chunk[:4] in chunk[4:] else chunk[-4:]) for chunk in sample]
     assert 900 <= sum(map(len, sample)) <= 1000
     assert owners[0] < 6 and owners[-1] > 293 and max(np.diff(owners)) <= 6
-    assert list(pieces.sampled(texts[:20])) == [part for t in texts[:20] for part in (t[:10], t[10:])]
+    assert list(train_sentencepiece.sampled(texts[:20])) == [part for t in texts[:20] for part in (t[:10], t[10:])]
 
 
 def test_vocabulary_that_the_text_cannot_fill():

@@ -103,8 +103,8 @@ def test_packed_logits_are_those_of_each_document_alone(name):
 
 def test_positions_restart_with_every_segment_unless_given():
     segments = np.array([[1] * A + [2] * (T - A), [5, 5, 6, 7, 7, 7, 7]])
-    places = jf.model.inputs.places("", segments.shape, CFG["gpt2"], segments=segments)
-    assert places.position.tolist() == [[*range(A), *range(T - A)], [0, 1, 0, 0, 1, 2, 3]]
+    info = jf.model.inputs.token_info("", segments.shape, CFG["gpt2"], segments=segments)
+    assert info.position.tolist() == [[*range(A), *range(T - A)], [0, 1, 0, 0, 1, 2, 3]]
 
 
 LENGTHS = np.array([3, 4, 4, 3])

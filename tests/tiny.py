@@ -28,7 +28,7 @@ PRESETS: dict[str, jf.ModelConfig] = {
         n_heads=4,
         head_dim=8,
         latent=jf.Latent(rank=12, query_rank=10, rope_dim=4, value_dim=6),
-        experts=jf.Experts(number=4, per_token=2, d_ff=12, layers=(0,), shared=1, score="sigmoid", selection_bias=True),
+        experts=jf.Experts(n_experts=4, per_token=2, d_ff=12, layers=(0,), shared=1, score="sigmoid", selection_bias=True),
         dtype="float32",
         param_dtype="float32",
     ),

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxformer.data import dates, packing, pairs, text
-from jaxformer.data import tokenizer as tokenizers
-from jaxformer.data.cache import key
 from jaxformer.data.config import DataConfig
 from jaxformer.data.packing import ALL, Batch, Rows, iterate
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.tokenizers import tokenizer as tokenizers
+from jaxformer.tokenizers.disk_cache import key
+from jaxformer.tokenizers.tokenizer import Tokenizer
 
 __all__ = ["Data", "DataConfig", "iterate", "load"]
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxformer.record import Strict, within
+from jaxformer.config.strict import Strict, within
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class DataConfig(Strict):
     """Most rows to validate on, spread evenly over the split; 0 is all of it."""
     seed: int = 0
     """Seed of the order and of the offsets of training rows."""
-    separate: bool = True
-    """Keep documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
+    segment_documents: bool = True
+    """Keep packed documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data import cache
 from jaxformer.data.config import DataConfig
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.tokenizers import disk_cache
+from jaxformer.tokenizers.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
 Rows = slice | np.ndarray
@@ -50,8 +50,8 @@ def encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> Stream:
     """The texts' tokens as one stream, each ended by eos where ``eos`` is set; kept on disk by content."""
     if eos and tok.eos_id < 0:
         raise ValueError(f"this {tok.kind} tokenizer has no eos id to end documents with")
-    name = cache.key("stream 1", tok.content_hash, int(eos), texts)
-    file = io.BytesIO(cache.cached("tokens", name, lambda: _encode(tok, texts, eos)))
+    name = disk_cache.key("stream 1", tok.content_hash, int(eos), texts)
+    file = io.BytesIO(disk_cache.cached("tokens", name, lambda: _encode(tok, texts, eos)))
     return Stream(np.load(file), np.load(file))
 
 
@@ -109,17 +109,17 @@ def next_token(ids_BT1: np.ndarray, valid_BT1: np.ndarray) -> Batch:
     return {"tokens": ids_BT1[:, :-1], "targets": ids_BT1[:, 1:], "weights": valid_BT1[:, 1:].astype(np.float32)}
 
 
-def windows(stream: Stream, starts_B: np.ndarray, length: int, pad_id: int, separate: bool) -> Batch:
+def windows(stream: Stream, starts_B: np.ndarray, length: int, pad_id: int, segment_documents: bool) -> Batch:
     """Rows of ``length`` tokens from each start, padded past the stream's end: a batch as ``next_token`` gives it.
 
-    With ``separate`` also segments [B, T] int32 (1, 2, ... along the row; padding is its own) and positions [B, T]
+    With ``segment_documents`` also segments [B, T] int32 (1, 2, ... along the row; padding is its own) and positions [B, T]
     int32 (from 0 in every segment), and weights are 0 where token and target belong to different documents.
     """
     at_BT1 = starts_B[:, None] + np.arange(length + 1)
     valid_BT1 = at_BT1 < len(stream.tokens)
     ids_BT1 = np.where(valid_BT1, stream.tokens.take(at_BT1, mode="clip"), np.int32(pad_id))
     batch = next_token(ids_BT1, valid_BT1)
-    if separate:
+    if segment_documents:
         document_BT1 = np.searchsorted(stream.bounds, at_BT1, side="right")  # bounds end with the stream: then padding
         document_BT, at_BT = document_BT1[:, :-1], at_BT1[:, :-1]
         begin_BT = np.maximum(stream.bounds[document_BT - 1], starts_B[:, None])
@@ -153,7 +153,7 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
 
     strata = grain.MapDataset.range(max(0, last) // cfg.length + 1).seed(cfg.seed).shuffle().repeat()
     starts = strata.random_map(start).batch(cfg.batch_size, batch_fn=np.array)
-    return starts.map(lambda starts_B: windows(stream, starts_B[rows], cfg.length, pad_id, cfg.separate))
+    return starts.map(lambda starts_B: windows(stream, starts_B[rows], cfg.length, pad_id, cfg.segment_documents))
 
 
 def validation_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL) -> Batches:
@@ -163,7 +163,7 @@ def validation_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows 
     starts = evenly(count, cfg.validation_rows) * cfg.length
 
     def make(starts_B: np.ndarray) -> Batch:
-        return windows(stream, starts_B[rows], cfg.length, pad_id, cfg.separate)
+        return windows(stream, starts_B[rows], cfg.length, pad_id, cfg.segment_documents)
 
     return in_batches(starts, len(stream.tokens), cfg.batch_size, make)  # a row past the end is all padding
 

@@ -10,7 +10,7 @@ from jaxformer.data import dates, packing
 from jaxformer.data.config import DataConfig
 from jaxformer.data.packing import ALL, Batch, Batches, Rows, Stream
 from jaxformer.data.text import absent, decode, held_out
-from jaxformer.data.tokenizer import Tokenizer
+from jaxformer.tokenizers.tokenizer import Tokenizer
 
 Pair = tuple[str, str]
 GENERATED = 1_000  # pairs of the dates task's validation and test

@@ -13,8 +13,8 @@ from flax import struct
 from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
-from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.nn import model
+from jaxformer.nn.cache import Cache, empty, spec
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 
@@ -143,7 +143,7 @@ def _search(params, prompts, lengths, source, *, plan: _Plan) -> _Hypotheses:
 
     def step(state: _State) -> _State:
         token = jnp.take_along_axis(state.running.tokens, (state.running.lengths - 1)[..., None], axis=-1).reshape(-1, 1)
-        hidden_BTD, cache = model.hidden(params, token, plan.cfg, cache=state.cache)
+        hidden_BTD, cache, _ = model.apply(params, token, plan.cfg, cache=state.cache)
         return _extend(params, hidden_BTD[:, 0], state.replace(cache=cache), plan)  # type: ignore[attr-defined]
 
     return jax.lax.while_loop(lambda state: (state.step < plan.max_new_tokens) & state.open.any(), step, state).finished

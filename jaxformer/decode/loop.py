@@ -10,9 +10,9 @@ from flax import struct
 
 from jaxformer.config import ModelConfig
 from jaxformer.decode import sampling
-from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.decode.sampling import History, Methods
 from jaxformer.nn import model
+from jaxformer.nn.cache import Cache, empty, spec
 
 BLOCK = 16  # steps between looks at whether every row has ended
 
@@ -77,9 +77,9 @@ def prefill(
         cache, block = caches
         at = lengths[:, None] - 1 - start  # of the last token, in this chunk
         number = jnp.arange(tokens.shape[1])
-        hidden_BTD, cache = model.hidden(params, tokens, cfg, valid=number <= at, cache=cache, **source)
+        hidden_BTD, cache, _ = model.apply(params, tokens, cfg, valid=number <= at, cache=cache, **source)
         if block is not None:
-            _, block = model.after_next(params, hidden_BTD, following, cfg, valid=number < at, cache=block)
+            _, block, _ = model.after_next(params, hidden_BTD, following, cfg, valid=number < at, cache=block)
         here = jnp.clip(at, 0, tokens.shape[1] - 1)[..., None]
         last_BD = jnp.take_along_axis(hidden_BTD, here, axis=1)[:, 0]
         return last_BD, (at >= 0) & (at < tokens.shape[1]), (cache, block)
@@ -180,7 +180,7 @@ def advance(state: State, token, plan: Plan) -> State:
 def step(params, state: State, values, plan: Plan) -> tuple[State, Emitted]:
     """Reads each row's last token and chooses its next."""
     fed = ~state.done[:, None]
-    hidden_BTD, cache = model.hidden(params, state.token[:, None], plan.cfg, valid=fed, cache=state.cache)
+    hidden_BTD, cache, _ = model.apply(params, state.token[:, None], plan.cfg, valid=fed, cache=state.cache)
     return emit(params, hidden_BTD[:, 0], dataclasses.replace(state, cache=cache), values, plan)
 
 

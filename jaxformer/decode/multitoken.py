@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxformer.config.strict import Strict, within
 from jaxformer.decode import loop, sampling
-from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.decode.loop import Plan, State
 from jaxformer.nn import model, mtp
-from jaxformer.record import Strict, within
+from jaxformer.nn.cache import Cache, empty, spec
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def draw(params, pairs: Pairs, state: State, keys, values, plan: Plan, ahead: in
     """Guesses [B, ahead], the logits [ahead, B, V] that they were drawn from, and the cache, which has read the pairs."""
     cfg, fed = plan.cfg, ~state.done[:, None]
     valid = (jnp.arange(pairs.tokens.shape[1]) < pairs.count[:, None]) & fed
-    out_BTD, cache = model.after_next(params, pairs.hidden, pairs.tokens, cfg, valid=valid, cache=pairs.cache)
+    out_BTD, cache, _ = model.after_next(params, pairs.hidden, pairs.tokens, cfg, valid=valid, cache=pairs.cache)
     last = jnp.maximum(pairs.count - 1, 0)[:, None, None]
     hidden_BTD, kept = jnp.take_along_axis(out_BTD, last, axis=1), cache
     guessed, tokens, logits = state, [], []
@@ -70,5 +70,6 @@ def draw(params, pairs: Pairs, state: State, keys, values, plan: Plan, ahead: in
         # An end token among the guesses ends nothing yet.
         guessed = dataclasses.replace(loop.advance(guessed, token, plan), done=state.done)
         if number + 1 < ahead:
-            hidden_BTD, cache = model.after_next(params, hidden_BTD, token[:, None], cfg, valid=fed, cache=cache)
+            hidden_BTD, cache, _ = model.after_next(params, hidden_BTD, token[:, None], cfg, valid=fed, cache=cache)
+    assert cache is not None and kept is not None
     return jnp.stack(tokens, axis=1), jnp.stack(logits), cache.rewind(kept.used)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.strict import dtype_name
 from jaxformer.nn import inputs, model, rope
-from jaxformer.record import dtype_name
 
 LEAST_BUCKET = 16
 
@@ -131,7 +131,7 @@ def room(cfg: ModelConfig, longest: int, max_new_tokens: int, ahead: int = 0) ->
     """
     positive("max_new_tokens", max_new_tokens)
     needed = longest + max_new_tokens - 1
-    if needed > cfg.max_length and cfg.position == "learned":
+    if needed > cfg.max_length and "learned" in cfg.positions:
         raise ValueError(
             f"a prompt of {longest} and {max_new_tokens} new tokens go past the learned table of "
             f"max_length={cfg.max_length} positions"
@@ -173,11 +173,11 @@ def read_source(source: Any, source_valid: Any, rows: int, cfg: ModelConfig) -> 
     """``source`` and ``source_valid`` [B, S], padded on the right to a bucket; neither for a model without an encoder."""
     if not cfg.encoder_layers and source is None and source_valid is None:
         return {}
-    ids, places = inputs.source(source, source_valid, rows, cfg)
-    valid = jnp.ones(ids.shape, bool) if places.valid is None else jnp.broadcast_to(places.valid, ids.shape)
+    ids, info = inputs.source(source, source_valid, rows, cfg)
+    valid = jnp.ones(ids.shape, bool) if info.valid is None else jnp.broadcast_to(info.valid, ids.shape)
     length = ids.shape[1]
     wanted = bucket(length)
-    if cfg.position == "learned":
+    if "learned" in cfg.positions:
         wanted = min(wanted, cfg.max_length)
     pad = ((0, 0), (0, wanted - length))
     return {"source": jnp.pad(ids, pad), "source_valid": jnp.pad(valid, pad)}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxformer.record import Strict, within
+from jaxformer.config.strict import Strict, within
 
 
 @dataclass(frozen=True)

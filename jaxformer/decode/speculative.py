@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.strict import Strict, within
 from jaxformer.decode import loop, multitoken, sampling
-from jaxformer.decode.cache import Cache, empty, spec
 from jaxformer.decode.loop import Emitted, Plan, State
 from jaxformer.decode.multitoken import Pairs
 from jaxformer.nn import model
-from jaxformer.record import Strict, within
+from jaxformer.nn.cache import Cache, empty, spec
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,13 @@ def _round(params, draft_params, carry: _Round, values, plan: Plan, guessing: Gu
 def _read(params, tokens, state: State, cache: Cache, cfg: ModelConfig) -> tuple[jax.Array, Cache]:
     """A chunk of guesses through a model. Those past a learned table are never kept; they read its last row."""
     length = tokens.shape[1]
-    positions = jnp.minimum(cache.used[:, None] + jnp.arange(length), cfg.max_length - 1) if cfg.position == "learned" else None
+    positions = (
+        jnp.minimum(cache.used[:, None] + jnp.arange(length), cfg.max_length - 1) if "learned" in cfg.positions else None
+    )
     fed = jnp.broadcast_to(~state.done[:, None], tokens.shape)
-    return model.hidden(params, tokens, cfg, positions=positions, valid=fed, cache=cache)
+    out = model.apply(params, tokens, cfg, positions=positions, valid=fed, cache=cache)
+    assert out.cache is not None
+    return out.hidden, out.cache
 
 
 def _draw(params, cache: Any, state: State, keys, values, plan: Plan, guessing: Guessing):

@@ -15,13 +15,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxformer import presets, run
-from jaxformer.component import nearest
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, presets
+from jaxformer.config.components import nearest
+from jaxformer.config.strict import Strict, within
 from jaxformer.explain.costs import explain
 from jaxformer.explain.explanation import RIGHT, Explanation
-from jaxformer.record import Strict, within
-from jaxformer.sharding import MeshConfig
+from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.training import run
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxformer import spec as specs
-from jaxformer.component import resolve
-from jaxformer.config import ModelConfig
-from jaxformer.decode.cache import layer_spec
+from jaxformer.config import Latent, ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.spec import Param
 from jaxformer.explain.explanation import TRAINING, Explanation, Kept, Row
 from jaxformer.explain.trace import Step, distinct, label, steps
 from jaxformer.nn import attention, mask, model
+from jaxformer.nn.cache import can_decode, layer_spec
 from jaxformer.parallel.mesh import check_batch
-from jaxformer.parts import Latent
-from jaxformer.sharding import ACTIVATIONS, AXES, PARAMETERS, MeshConfig, place
-from jaxformer.spec import Param
+from jaxformer.parallel.sharding import ACTIVATIONS, AXES, PARAMETERS, MeshConfig, partition_spec
 
 AnyMesh = MeshConfig | Mesh | AbstractMesh
 
@@ -83,7 +81,7 @@ def _row(step: Step, total: int, mesh: AbstractMesh | None) -> Row:
 
 
 def _on_device(letters: str, shape: tuple[int, ...], rules: dict, mesh: AbstractMesh) -> tuple[int, ...]:
-    placed = place(letters, shape, rules, mesh)
+    placed = partition_spec(letters, shape, rules, mesh)
     axes = [(entry,) if isinstance(entry, str) else entry or () for entry in placed]
     return tuple(size // math.prod(mesh.shape[name] for name in own) for size, own in zip(shape, axes, strict=True))
 
@@ -98,23 +96,19 @@ def _bytes(param: Param, cfg: ModelConfig, mesh: AbstractMesh | None) -> tuple[i
 # What a layer keeps
 
 
-def _decodes(cfg: ModelConfig) -> bool:
-    return cfg.causal and getattr(resolve("attention", cfg.attention), "cache", None) is not None
-
-
 def _kept(name: str, layer: ModelConfig, layers: int) -> Kept:
     tensors = layer_spec(layer)
     numbers, size = 0, 0
     for param in tensors.values():
         one = dataclasses.replace(param, sizes=(*param.sizes, ("B", 1), ("S", 1)))
         count = math.prod(one.shape(layer))
-        numbers, size = numbers + count, size + count * jnp.dtype(param.dtype or layer.dtype).itemsize
+        numbers, size = numbers + count, size + count * jnp.dtype(param.dtype or layer.execution.dtype).itemsize
     described = ", ".join(f"{name} {param.dims}" for name, param in tensors.items())
     return Kept(name, described, numbers, size, layers, layer.window if isinstance(layer.window, int) else None)
 
 
 def _cache(cfg: ModelConfig) -> tuple[Kept, ...]:
-    if not _decodes(cfg):
+    if not can_decode(cfg):
         return ()
     groups = distinct(cfg)[1]["decoder"]
     kinds = [_kept(label("decoder", numbers, len(groups)), cfg.layers[numbers[0]], len(numbers)) for numbers in groups]
@@ -124,11 +118,11 @@ def _cache(cfg: ModelConfig) -> tuple[Kept, ...]:
 
 
 def _cache_source(cfg: ModelConfig) -> Kept | None:
-    if not cfg.encoder_layers or not _decodes(cfg):
+    if not cfg.encoder_layers or not can_decode(cfg):
         return None
     params = specs.abstract(attention.spec(cfg), cfg)
-    x_BSD = jax.ShapeDtypeStruct((1, 1, cfg.d_model), cfg.dtype)
-    run = lambda params, x_BSD: attention.source_key_value(params, x_BSD, cfg, mask.arange(1))[:2]
+    x_BSD = jax.ShapeDtypeStruct((1, 1, cfg.d_model), cfg.execution.dtype)
+    run = lambda params, x_BSD: attention.source_key_value(params, x_BSD, mask.arange(1), cfg)[:2]
     kept = jax.eval_shape(run, params, x_BSD)
     numbers = sum(math.prod(x.shape) for x in kept)
     return Kept(
@@ -137,7 +131,7 @@ def _cache_source(cfg: ModelConfig) -> Kept | None:
 
 
 def _cache_multi_head(cfg: ModelConfig) -> Kept | None:
-    if cfg.attention != "latent" or not _decodes(cfg):
+    if cfg.attention != "latent" or not can_decode(cfg):
         return None
     plain = dataclasses.replace(cfg, attention="grouped", latent=Latent())
     return _kept("decoder.layer", plain.layers[0], cfg.n_layers)

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.nn.named import scope, watch
 
@@ -41,7 +41,7 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
     """Those of ``batch`` rows of ``length`` tokens (an encoder reads as many), in the order in which they are done. Layers that
     are alike are one. What ``mtp`` adds in training comes last. Raises ValueError as ``jf.forward`` does."""
     # A kernel that never holds the scores computes the same products, which plain attention shows.
-    small, alike = distinct(dataclasses.replace(cfg, attention_kernel="xla"))
+    small, alike = distinct(cfg.with_execution(attention_kernel="xla"))
     abstract = specs.abstract(model.spec(small), small)
     params = jax.eval_shape(functools.partial(model.unstack, cfg=small), abstract)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
@@ -72,7 +72,7 @@ def _run(notes: "_Notes", cfg: ModelConfig, params: dict, ids: jax.Array) -> Any
             return model.pooled(params, hidden_BTD, cfg) if cfg.pooler else hidden_BTD
         out = [model.head(params, hidden_BTD, cfg)]
         if cfg.mtp:
-            next_BTD = model.after_next(params, hidden_BTD, ids, cfg)
+            next_BTD = model.after_next(params, hidden_BTD, ids, cfg).hidden
             with scope("mtp"):
                 out.append(model.head(params, next_BTD, cfg))
         return out

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer import spec as specs
+from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
 from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import copy_generation_config, locate
@@ -121,10 +121,10 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
         run: The directory to write; it must not exist yet.
         revision: The branch, tag or commit of the model on the hub.
     """
-    from jaxformer.data import tokenizer
-    from jaxformer.run import Config, write_run
-    from jaxformer.training.checkpoint import Checkpoints
-    from jaxformer.training.step import TrainState
+    from jaxformer.tokenizers import tokenizer
+    from jaxformer.training.checkpoints import Checkpoints
+    from jaxformer.training.run import Config, write_run
+    from jaxformer.training.update import TrainState
 
     if run.exists():
         raise ValueError(f"{run} exists; choose another directory")
@@ -147,7 +147,7 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
         folder: The folder to write; it must not hold weights yet.
         family: The model_type to write, where several describe the model.
     """
-    from jaxformer.run import load as load_run
+    from jaxformer.training.run import load as load_run
 
     cfg, params, tok = load_run(run)
     save(folder, cfg, params, family, tok=tok)

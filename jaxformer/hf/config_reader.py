@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxformer.component import nearest
+from jaxformer.config.components import nearest
 
 log = logging.getLogger(__name__)
 WITHOUT_EFFECT = (

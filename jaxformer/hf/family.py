@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxformer.config import ModelConfig
+from jaxformer.config import Execution, Experts, Latent, ModelConfig
 from jaxformer.hf.config_reader import MISSING, ConfigReader
 from jaxformer.hf.layout import Table
-from jaxformer.record import from_dict
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Rule(NamedTuple):
     write: Callable[[ModelConfig], dict[str, Any]] = lambda cfg: {}
 
 
-Fields = dict[str | tuple[str, ...], Any]
+Fields = dict[Any, Any]
+"""A table of a config's fields, see ``Family.fields``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Family:
     architecture: str
     """The class of transformers that is written into an exported config."""
     fields: Fields
-    """A field of ``ModelConfig`` (``experts.d_ff`` for one of a nested record), or several as a tuple -> the ``Field`` or the
+    """A field of ``ModelConfig`` (``experts.d_ff`` for one of a record in it), or several as a tuple -> the ``Field`` or the
     ``Rule`` that reads and writes it, or the one value that all models of the family have. Of rows that write the same name the
     first does."""
     tensors: Callable[[ModelConfig], Table]
@@ -110,7 +110,9 @@ class Family:
             value = row.read(reader) if isinstance(row, Field | Rule) else row
             ours |= {names: value} if isinstance(names, str) else dict(zip(names, value, strict=True))
         reader.finish(self.ignored)
-        return from_dict(ModelConfig, unflatten_dict(ours, sep="."))
+        records = {"experts": Experts, "latent": Latent, "execution": Execution}
+        nested = unflatten_dict(ours, sep=".").items()
+        return ModelConfig(**{name: records[name](**value) if name in records else value for name, value in nested})
 
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
         """The fields of config.json. What ``read`` does not give back, the family cannot express."""

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import spec as specs
-from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.components import nearest
+from jaxformer.config.spec import Param
+from jaxformer.config.strict import dtype_name
 from jaxformer.hf import safetensors_files
 from jaxformer.hf.config_reader import ConfigReader, read_json
 from jaxformer.hf.families import FAMILIES
@@ -20,8 +22,6 @@ from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
 from jaxformer.nn import block, model
-from jaxformer.record import dtype_name
-from jaxformer.spec import Param
 
 
 def load(
@@ -69,7 +69,7 @@ def prepare(
     if dtype is None:
         free = [path for path, param in specs.walk(model.spec(cfg)) if param.dtype is None]
         dtype = _dtype({tensors.entries[source.name].dtype for path in free for _, source in sources[path]})
-    cfg = dataclasses.replace(cfg, dtype=dtype, param_dtype=dtype)
+    cfg = dataclasses.replace(cfg.with_execution(dtype=dtype), param_dtype=dtype)
 
     def read(shardings: Any = None) -> dict:
         by_path = {} if shardings is None else dict(specs.walk(shardings))
@@ -104,7 +104,7 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
         numbers = [number for number, layer in enumerate(layers) if block.has(layer, name)]
         names = {(row,): source.name.replace("{i}", str(number)) for row, number in enumerate(numbers)}
     if "{e}" in source.name:
-        experts = range(cfg.experts.number)
+        experts = range(cfg.experts.n_experts)
         names = {(*row, expert): name.replace("{e}", str(expert)) for row, name in names.items() for expert in experts}
     return [(row, source._replace(name=name)) for row, name in names.items()]
 

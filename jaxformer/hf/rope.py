@@ -5,11 +5,10 @@ import functools
 import math
 from typing import Any
 
-from jaxformer.component import nearest
-from jaxformer.config import ModelConfig
+from jaxformer.config import ModelConfig, RopeScaling
+from jaxformer.config.components import nearest
 from jaxformer.hf.config_reader import ConfigReader, number
 from jaxformer.hf.family import Rule
-from jaxformer.parts import RopeScaling
 
 ROPE = ("rope_theta", "rope_fraction", "rope_scaling")
 """The fields of ``ModelConfig`` that a family's row ``ROPE: rope(...)`` fills."""

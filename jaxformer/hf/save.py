@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.spec import Param
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
 from jaxformer.hf.layout import Source
@@ -19,11 +20,9 @@ from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
 from jaxformer.hf.tensor_reader import sizes_of
 from jaxformer.nn import model, rope
-from jaxformer.parts import BALANCING, DROPOUTS, HOW
-from jaxformer.spec import Param
 
-# What a file does not say, and the model's numbers do not depend on
-EXECUTION = ("dtype", "param_dtype", *HOW, "init", "init_std", "scale_residual_init")
+NOT_COMPARED = ("execution", "param_dtype", "init", "init_std", "scale_residual_init")
+"""Fields that the numbers of a model with given parameters do not depend on."""
 TOKENS = ("bos", "eos", "pad")
 
 
@@ -94,7 +93,7 @@ def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[
 
 
 def _write_and_read(kind: str, family: Family, cfg: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
-    values = {f"{name}_token_id": None for name in TOKENS}  # classes have defaults, of other vocabularies
+    values: dict[str, Any] = {f"{name}_token_id": None for name in TOKENS}  # classes have defaults, of other vocabularies
     values |= family.write(cfg) | {"model_type": kind, "architectures": [family.architecture if cfg.has_head else family.bare]}
     values |= {"dtype": cfg.param_dtype, "torch_dtype": cfg.param_dtype}
     table = family.tensors(cfg)
@@ -106,17 +105,14 @@ def _write_and_read(kind: str, family: Family, cfg: ModelConfig) -> tuple[dict[s
 
 def _comparable(cfg: ModelConfig) -> dict[str, Any]:
     """The fields that a model's numbers depend on at inference, each in one form of several that mean the same."""
-    unused = set(EXECUTION + DROPOUTS)
-    inference: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(cfg.experts) if field.name in BALANCING
-    }
+    unused = set(NOT_COMPARED)
     if cfg.position != "rope":
         unused |= {"rope_theta", "rope_layout", "rope_fraction", "rope_scaling", "rope_local_theta"}
     if cfg.position != "relative":
         unused |= {"relative_buckets", "relative_distance"}
     values = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name not in unused}
-    sparse = tuple(number for number, layer in enumerate(cfg.layers) if layer.experts.number)
-    values["experts"] = dataclasses.replace(cfg.experts, **inference, layers=sparse or None)
+    sparse = tuple(number for number, layer in enumerate(cfg.layers) if layer.experts.n_experts)
+    values["experts"] = dataclasses.replace(cfg.experts, layers=sparse or None)
     if len(sparse) == cfg.n_layers:
         values["d_ff"] = None  # no layer has such a feed-forward
     standard = (cfg.head_dim + cfg.latent.rope_dim if cfg.attention == "latent" else cfg.head_dim) ** -0.5
@@ -133,7 +129,8 @@ class Slice(NamedTuple):
     source: Source
     path: str
     param: Param
-    index: tuple[int, ...]
+    at: tuple[int, ...]
+    """The index into our tensor."""
 
 
 class Stored(NamedTuple):
@@ -148,9 +145,9 @@ def stored_tensors(family: Family, cfg: ModelConfig) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     table = family.tensors(cfg)
     for path, param in specs.walk(model.spec(cfg)):
-        for index, source in sources_of(path, param, table[path], cfg):
+        for at, source in sources_of(path, param, table[path], cfg):
             tensor = stored.setdefault(source.name, Stored(source.shape(sizes_of(param, cfg)), []))
-            tensor.slices.append(Slice(source, path, param, index))
+            tensor.slices.append(Slice(source, path, param, at))
     if not cfg.has_head:  # the bare model's names
         stored = {name.removeprefix(family.prefix): tensor for name, tensor in stored.items()}
     return stored
@@ -160,12 +157,12 @@ def assemble(stored: Stored, arrays: dict, cfg: ModelConfig) -> np.ndarray:
     """The tensor of a file, from our arrays by path."""
     tensor = np.zeros(stored.shape, jax.numpy.dtype(stored.slices[0].param.dtype or cfg.param_dtype))
     written: dict[int, np.ndarray] = {}
-    for source, path, param, index in stored.slices:
-        ours = np.asarray(arrays[path][index])
+    for source, path, param, at in stored.slices:
+        ours = np.asarray(arrays[path][at])
         if source.part in written and not np.array_equal(written[source.part], ours):
             raise ValueError(f"{path} has no tensor of its own in this family, and differs from the one it would share")
         written[source.part] = ours
-        source.put(tensor, ours, param.dims[len(index) :], sizes_of(param, cfg))
+        source.put(tensor, ours, param.dims[len(at) :], sizes_of(param, cfg))
     return tensor
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.spec import Param
 from jaxformer.hf import safetensors_files
 from jaxformer.hf.layout import Source
-from jaxformer.spec import Param
 
 Sources = Sequence[tuple[tuple[int, ...], Source]]
 """``(index into our tensor, source)``: the index is of the layer and the expert, where a file has a tensor for each."""

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.spec import walk
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generate import generate
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.save import assemble, stored_tensors
 from jaxformer.nn import model
 from jaxformer.nn.named import capture
-from jaxformer.spec import walk
 
 TOLERANCE = 2e-4
 

@@ -5,40 +5,57 @@ Activations are ``[B, K, G, T, H]``, written by the projections themselves, so t
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
+from jaxformer.config.components import Component, resolve
+from jaxformer.config.spec import Param, bias, weight, zeros
 from jaxformer.nn import latent, norm, position
-from jaxformer.nn.attend import Entries
 from jaxformer.nn.dense import dense, dropout
-from jaxformer.nn.kernels import mix
-from jaxformer.nn.mask import Places, arange
+from jaxformer.nn.kernels.select import mix
+from jaxformer.nn.layer_cache import KeyValue, LayerCache
+from jaxformer.nn.mask import TokenInfo, arange
 from jaxformer.nn.named import named
-from jaxformer.spec import Param, bias, kernel, zeros
 
 
 def spec(cfg: ModelConfig) -> dict:
     """Parameters of ``cfg.attention``."""
-    return resolve("attention", cfg.attention).spec(cfg)
+    return resolve("attention", cfg.attention, CHOICES).spec(cfg)
 
 
-def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig, **where) -> jax.Array:
-    """[B, T, D] -> [B, T, D]. Keywords as ``grouped_apply``'s; with none, self-attention over places 0 … T − 1."""
-    return resolve("attention", cfg.attention).apply(params, x_BTD, cfg, **where)
+def apply(
+    params: dict,
+    x_BTD: jax.Array,
+    cfg: ModelConfig,
+    *,
+    info: TokenInfo | None = None,
+    position_params: dict | None = None,
+    cross_attention_kv: KeyValue | None = None,
+    cache: LayerCache | None = None,
+    rng: jax.Array | None = None,
+) -> tuple[jax.Array, LayerCache | None]:
+    """[B, T, D] -> [B, T, D], and the cache that has seen the tokens (None without one). Every attention component takes
+    these arguments.
+
+    info: where the queries stand (positions 0 … T − 1 unless given). position_params: those of ``cfg.position``, if it has
+    any. cross_attention_kv: keys and values to read instead of the sequence's own; neither causality nor positions apply to
+    them. cache: what this layer has kept of the tokens before. rng: turns dropout on.
+    """
+    component = resolve("attention", cfg.attention, CHOICES)
+    where = {"info": info, "position_params": position_params, "cross_attention_kv": cross_attention_kv}
+    return component.apply(params, x_BTD, cfg, **where, cache=cache, rng=rng)
 
 
 def grouped_spec(cfg: ModelConfig) -> dict:
     """Projections of N = K·G query heads and K key/value heads, and of their mix back to the residual stream."""
     params: dict[str, Any] = {
-        "query": kernel(cfg, "D", "KGH"),
-        "key": kernel(cfg, "D", "KH"),
-        "value": kernel(cfg, "D", "KH"),
-        "out": kernel(cfg, "KGH", "D", residual=True),
+        "query": weight(cfg, "D", "KGH"),
+        "key": weight(cfg, "D", "KH"),
+        "value": weight(cfg, "D", "KH"),
+        "out": weight(cfg, "KGH", "D", residual=True),
     }
     if cfg.qkv_bias:
         params |= {"query_bias": bias("KGH"), "key_bias": bias("KH"), "value_bias": bias("KH")}
@@ -55,66 +72,49 @@ def grouped_apply(
     x_BTD: jax.Array,
     cfg: ModelConfig,
     *,
-    places: Places | None = None,
+    info: TokenInfo | None = None,
     position_params: dict | None = None,
-    memory: "KeyValue | None" = None,
-    extend: "Callable[[Entries], tuple[Entries, Places]] | None" = None,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """[B, T, D] -> [B, T, D].
-
-    places: where the queries stand (0 … T − 1 if not given). position_params: those of ``cfg.position``, if it has any.
-    memory: keys and values to read instead of the sequence's own (cross-attention: no causality, no positions). extend:
-    adds what the sequence itself offers, under the names of ``cache``, to what is kept so far, and gives all of it and where it
-    stands. key: turns dropout on.
-    """
-    places = arange(x_BTD.shape[1]) if places is None else places
-    site = position.site(cfg) if memory is None else "input"
+    cross_attention_kv: KeyValue | None = None,
+    cache: LayerCache | None = None,
+    rng: jax.Array | None = None,
+) -> tuple[jax.Array, LayerCache | None]:
+    """Multi-head, grouped-query or multi-query attention; arguments and results are those of ``apply``."""
+    info = arange(x_BTD.shape[1]) if info is None else info
+    crossing = cross_attention_kv is not None
+    site = "input" if crossing else position.site(cfg)
     encode = functools.partial(position.apply, position_params or {})
     q_BKGTH = query(params, x_BTD, cfg)
-    crossing = memory is not None
-    if memory is None:
-        memory = key_value(params, x_BTD, cfg, places)
+    if cross_attention_kv is not None:
+        k_BKSH, v_BKSH, key_info = cross_attention_kv
+    else:
+        k_BKSH, v_BKSH, key_info = key_value(params, x_BTD, cfg, info)
         if site == "heads":
-            q_BKGTH = encode(q_BKGTH, places.position, cfg)
-            memory = (encode(memory[0], places.position, cfg), *memory[1:])
-        if extend is not None:
-            kept, key_places = extend({"key": memory[0], "value": memory[1]})
-            memory = kept["key"], kept["value"], key_places
-    k_BKSH, v_BKSH, key_places = memory
+            q_BKGTH, k_BKSH = encode(q_BKGTH, info.position, cfg), encode(k_BKSH, info.position, cfg)
+        if cache is not None:
+            kept, key_info, cache = cache.extend({"key": k_BKSH, "value": v_BKSH})
+            k_BKSH, v_BKSH = kept["key"], kept["value"]
     q_BKGTH = named(q_BKGTH, "query", "BKGTH", cfg)
     k_BKSH, v_BKSH = named(k_BKSH, "key", "BKSH", cfg), named(v_BKSH, "value", "BKSH", cfg)
 
     def observe(weights_BKGTS):
         weights_BKGTS = named(weights_BKGTS, "weights", "BKGTS", cfg)
-        return dropout(weights_BKGTS, cfg.attention_dropout, key)
+        return dropout(weights_BKGTS, cfg.execution.attention_dropout, rng)
 
     mixed_BKGTH = mix(
         q_BKGTH,
         k_BKSH,
         v_BKSH,
-        places,
-        key_places,
+        info,
+        key_info,
         cfg,
         crossing=crossing,
         scale=cfg.attention_scale,
-        bias=encode((places.position, key_places.position), cfg) if site == "scores" else None,
-        dropout=key is not None and cfg.attention_dropout > 0,
+        bias=encode((info.position, key_info.position), cfg) if site == "scores" else None,
+        dropout=rng is not None and cfg.execution.attention_dropout > 0,
         observe=observe,
     )
     mixed_BKGTH = named(mixed_BKGTH, "mixed", "BKGTH", cfg, labelled=True)
-    return dense("BKGTH,KGHD->BTD", mixed_BKGTH, params["out"], params.get("out_bias"))
-
-
-KeyValue = tuple[jax.Array, jax.Array, Places]
-
-
-def cache(cfg: ModelConfig) -> dict[str, Param]:
-    """What the component keeps of a sequence while decoding: named tensors with letters, among them B and S."""
-    component = resolve("attention", cfg.attention)
-    if getattr(component, "cache", None) is None:
-        raise ValueError(f"attention={cfg.attention!r} needs cache(cfg), what it keeps of a sequence, to decode with a cache")
-    return component.cache(cfg)
+    return dense("BKGTH,KGHD->BTD", mixed_BKGTH, params["out"], params.get("out_bias")), cache
 
 
 def grouped_cache(cfg: ModelConfig) -> dict[str, Param]:
@@ -122,12 +122,12 @@ def grouped_cache(cfg: ModelConfig) -> dict[str, Param]:
     return {"key": Param("BKSH", zeros), "value": Param("BKSH", zeros)}
 
 
-def source_key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
+def source_key_value(params: dict, x_BSD: jax.Array, info: TokenInfo, cfg: ModelConfig) -> KeyValue:
     """What cross-attention reads of the encoder's output, by the component's own ``key_value``."""
-    component = resolve("attention", cfg.attention)
+    component = resolve("attention", cfg.attention, CHOICES)
     if getattr(component, "key_value", None) is None:
-        raise ValueError(f"attention={cfg.attention!r} needs key_value(params, x, cfg, places) to serve as cross-attention")
-    return component.key_value(params, x_BSD, cfg, places)
+        raise ValueError(f"attention={cfg.attention!r} needs key_value(params, x, cfg, info) to serve as cross-attention")
+    return component.key_value(params, x_BSD, cfg, info)
 
 
 def query(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -136,11 +136,11 @@ def query(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     return _normed(params, "query_norm", q_BKGTH, cfg)
 
 
-def key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, places: Places) -> KeyValue:
-    """Keys and values [B, K, S, H] of a sequence, and where they stand."""
+def key_value(params: dict, x_BSD: jax.Array, cfg: ModelConfig, info: TokenInfo) -> KeyValue:
+    """Keys and values [B, K, S, H] of a sequence, and where the tokens stand."""
     k_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["key"], _over_time(params.get("key_bias")))
     v_BKSH = dense("BSD,DKH->BKSH", x_BSD, params["value"], _over_time(params.get("value_bias")))
-    return _normed(params, "key_norm", k_BKSH, cfg), v_BKSH, places
+    return _normed(params, "key_norm", k_BKSH, cfg), v_BKSH, info
 
 
 def _normed(params: dict, name: str, x: jax.Array, cfg: ModelConfig) -> jax.Array:

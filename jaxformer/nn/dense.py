@@ -6,38 +6,38 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.nn.named import multiply
-from jaxformer.sharding import gathered
+from jaxformer.parallel.sharding import gathered
 
 
-def dense(equation: str, x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """``einsum(equation, x, kernel) + bias`` in x's dtype; ``bias`` broadcasts against the result.
+def dense(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``einsum(equation, x, weight) + bias`` in x's dtype; ``bias`` broadcasts against the result.
 
-    The kernel is read in the order it is stored in: ``einsum`` would choose an order of operands and of contracted axes for
+    The weight is read in the order it is stored in: ``einsum`` would choose an order of operands and of contracted axes for
     which CPUs first transpose the weights, at every step of decoding.
     """
     operands, result = equation.split("->")
-    x_dims, kernel_dims = operands.split(",")
-    contracted = [letter for letter in kernel_dims if letter not in result]
-    x_axes, kernel_axes = ([dims.index(letter) for letter in contracted] for dims in (x_dims, kernel_dims))
-    found = [letter for letter in x_dims + kernel_dims if letter not in contracted]
+    x_dims, weight_dims = operands.split(",")
+    contracted = [letter for letter in weight_dims if letter not in result]
+    x_axes, weight_axes = ([dims.index(letter) for letter in contracted] for dims in (x_dims, weight_dims))
+    kept = [letter for letter in x_dims + weight_dims if letter not in contracted]
 
-    def as_stored(x, kernel):
-        kernel = gathered(kernel.astype(x.dtype), kernel_dims)
-        y = jax.lax.dot_general(x, kernel, ((x_axes, kernel_axes), ((), ())))
-        return y.transpose([found.index(letter) for letter in result])
+    def as_stored(x, weight):
+        weight = gathered(weight.astype(x.dtype), weight_dims)
+        y = jax.lax.dot_general(x, weight, ((x_axes, weight_axes), ((), ())))
+        return y.transpose([kept.index(letter) for letter in result])
 
-    y = multiply(equation, x, kernel, by=as_stored)
+    y = multiply(equation, x, weight, by=as_stored)
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def child(key: jax.Array | None, name: str) -> jax.Array | None:
-    """The key of the part called ``name``; None of None."""
-    return None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+def child(rng: jax.Array | None, name: str) -> jax.Array | None:
+    """The random key of the part called ``name``; None of None."""
+    return None if rng is None else jax.random.fold_in(rng, zlib.crc32(name.encode()))
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     """Inverted dropout (Srivastava et al. 2014): zero with probability ``rate``, else x / (1 − rate). Without a key, x."""
-    if key is None or rate == 0.0:
+    if rng is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig
-from jaxformer.nn.mask import Places
+from jaxformer.nn.mask import TokenInfo
 
 
 def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
@@ -23,7 +23,7 @@ def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
     return _within(name, ids, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
 
 
-def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, Places]:
+def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, TokenInfo]:
     """What an encoder reads for ``rows`` rows of its decoder, int32 [B, S], and where it stands."""
     if not cfg.encoder_layers:
         raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
@@ -32,7 +32,7 @@ def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, Places]:
     ids = tokens("source", ids, cfg)
     if len(ids) != rows:
         raise ValueError(f"source has {len(ids)} rows, its decoder has {rows}")
-    return ids, places("source_", ids.shape, cfg, valid=valid)
+    return ids, token_info("source_", ids.shape, cfg, valid=valid)
 
 
 def token_types(types, shape: tuple[int, int], cfg: ModelConfig) -> jax.Array | None:
@@ -47,28 +47,28 @@ def token_types(types, shape: tuple[int, int], cfg: ModelConfig) -> jax.Array | 
     return _within("token_types", types, cfg.token_types, f"the {cfg.token_types} kinds")
 
 
-def places(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> Places:
+def token_info(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> TokenInfo:
     """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
-    if segments is not None and cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic":
+    if segments is not None and "rope" in cfg.positions and cfg.rope_scaling.kind == "dynamic":
         raise ValueError("segments cannot be combined with rope_scaling of kind 'dynamic', which goes by the length of a row")
     if segments is not None:
         segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
         segments = _within(f"{name}segments", segments, 2**31, "the range of 32 bits", low=-(2**31))
     valid = None if valid is None else validity(name, valid, shape)
-    places = jnp.arange(length, dtype=jnp.int32)[None]
+    index = jnp.arange(length, dtype=jnp.int32)[None]
     # Padding takes no place in a window: order counts what is valid, with and without a cache.
-    order = places if valid is None else jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+    order = index if valid is None else jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
     if positions is None:
-        positions = _count(places, segments, valid)
+        positions = _count(index, segments, valid)
         table(name, length, cfg)
     else:
         positions = _shaped(f"{name}positions", _integers(f"{name}positions", positions), shape)
-        learned = cfg.position == "learned"
+        learned = "learned" in cfg.positions
         limit = cfg.max_length if learned else 2**31
         what = f"the learned table of max_length={limit} rows" if learned else "the range of positions"
         positions = _within(f"{name}positions", positions, limit, what)
-    return Places(order, positions, segments, valid, ordered=True)
+    return TokenInfo(order, positions, segments, valid, ordered=True)
 
 
 def validity(name: str, valid, shape: tuple[int, int]) -> jax.Array:
@@ -81,7 +81,7 @@ def validity(name: str, valid, shape: tuple[int, int]) -> jax.Array:
 
 def table(name: str, length: int, cfg: ModelConfig) -> None:
     """Raises ValueError if ``length`` positions do not fit a learned table."""
-    if cfg.position == "learned" and length > cfg.max_length:
+    if "learned" in cfg.positions and length > cfg.max_length:
         raise ValueError(f"{name}length {length} goes past the learned table of max_length={cfg.max_length} positions")
 
 

@@ -8,7 +8,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Places:
+class TokenInfo:
     """Where the tokens of a sequence stand. Leading axes of 1 broadcast over the batch.
 
     order [1 or B, T]: place in the sequence, which causality and windows go by; it grows along the sequence.
@@ -25,13 +25,13 @@ class Places:
     ordered: bool = struct.field(pytree_node=False, default=False)
 
 
-def arange(length: int) -> Places:
+def arange(length: int) -> TokenInfo:
     """Places 0 … length − 1, nothing masked."""
     order = jnp.arange(length, dtype=jnp.int32)[None]
-    return Places(order, order, ordered=True)
+    return TokenInfo(order, order, ordered=True)
 
 
-def visible(query: Places, key: Places, *, causal: bool, window: Any = None) -> jax.Array | None:
+def visible(query: TokenInfo, key: TokenInfo, *, causal: bool, window: Any = None) -> jax.Array | None:
     """[1 or B, T, S], True where the query may see the key; None where every query sees every key.
 
     ``window`` W (an integer or None): the W keys up to and including the query's own place; without causality, those

@@ -5,26 +5,26 @@ from collections.abc import Callable
 
 import jax
 
-from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
+from jaxformer.config.components import Component, resolve
+from jaxformer.config.spec import bias, weight
 from jaxformer.nn.dense import dense
 from jaxformer.nn.named import named
-from jaxformer.spec import bias, kernel
 
 
 def spec(cfg: ModelConfig) -> dict:
     """Parameters of ``cfg.mlp``."""
-    return resolve("mlp", cfg.mlp).spec(cfg)
+    return resolve("mlp", cfg.mlp, CHOICES).spec(cfg)
 
 
 def apply(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     """[B, T, D] -> [B, T, D], every position by itself."""
-    return resolve("mlp", cfg.mlp).apply(params, x_BTD, cfg)
+    return resolve("mlp", cfg.mlp, CHOICES).apply(params, x_BTD, cfg)
 
 
 def _spec(cfg, gated):
     names = ("gate", "up") if gated else ("up",)
-    params = {name: kernel(cfg, "D", "F") for name in names} | {"down": kernel(cfg, "F", "D", residual=True)}
+    params = {name: weight(cfg, "D", "F") for name in names} | {"down": weight(cfg, "F", "D", residual=True)}
     if cfg.mlp_bias:
         params |= {f"{name}_bias": bias("F") for name in names} | {"down_bias": bias("D")}
     return params

@@ -5,20 +5,21 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer import spec as specs
-from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.components import nearest
+from jaxformer.config.spec import Param, bias, normal, weight
 from jaxformer.nn import block, inputs, mlp, mtp, norm, stack
+from jaxformer.nn.cache import Cache
 from jaxformer.nn.dense import child, dense
-from jaxformer.nn.mask import Places
-from jaxformer.nn.moe import Routed
+from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.named import labels, multiply, named, scope
-from jaxformer.sharding import gathered
-from jaxformer.spec import Param, bias, kernel, normal
+from jaxformer.parallel.sharding import gathered
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def spec(cfg: ModelConfig) -> dict:
 def _head_spec(cfg: ModelConfig) -> dict:
     if not cfg.has_head:
         return {}
-    head: dict = {} if cfg.tied_head else {"kernel": kernel(cfg, "D", "V")}
+    head: dict = {} if cfg.tied_head else {"kernel": weight(cfg, "D", "V")}
     if cfg.head_bias:
         head["bias"] = bias("V")
     if cfg.head_transform:
@@ -50,13 +51,8 @@ def _head_spec(cfg: ModelConfig) -> dict:
 
 
 def _square(cfg: ModelConfig) -> dict:
-    """A map from D to D; the letter F stands for the result."""
-    sizes = (("F", cfg.d_model),)
-    own = dataclasses.replace(cfg, d_ff=cfg.d_model)
-    return {
-        "kernel": dataclasses.replace(kernel(own, "D", "F"), sizes=sizes),
-        "bias": dataclasses.replace(bias("F"), sizes=sizes),
-    }
+    """A map from D to a result of the same width, with bias."""
+    return {"kernel": weight(cfg, "D", "O"), "bias": bias("O")}
 
 
 def unstack(params: dict, cfg: ModelConfig) -> dict:
@@ -64,13 +60,14 @@ def unstack(params: dict, cfg: ModelConfig) -> dict:
     and files take stacked ones. Decoding reads each layer's weights from memory of their own, and ``generate`` would have to
     copy stacked ones at every call."""
 
-    def apart(part, own):
-        if stack.is_unstacked(part["layers"]):
-            return part
-        return part | {"layers": {str(i): layer for i, layer in enumerate(stack.unstack(part["layers"], own.layers))}}
+    def apart(tree, stack_cfg):
+        if stack.is_unstacked(tree["layers"]):
+            return tree
+        layers = stack.unstack(tree["layers"], stack_cfg.layers)
+        return tree | {"layers": {str(i): layer for i, layer in enumerate(layers)}}
 
     stacks = {"decoder": cfg} | ({"encoder": cfg.encoder} if cfg.encoder_layers else {})
-    return params | {name: apart(params[name], own) for name, own in stacks.items()}
+    return params | {name: apart(params[name], stack_cfg) for name, stack_cfg in stacks.items()}
 
 
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
@@ -83,75 +80,139 @@ def _init(cfg, key):
     return specs.init(spec(cfg), cfg, key)
 
 
-def forward(params: dict, tokens, cfg: ModelConfig, *, cache=None, **given):
-    """Next-token logits [B, T, V], float32. Keywords as ``hidden``'s; with a cache, the pair (logits, cache)."""
+class Output(NamedTuple):
+    """What ``apply`` gives."""
+
+    hidden: jax.Array
+    """What the head reads, [B, T, D]: after the final norm."""
+    cache: Cache | None
+    """The cache, which has seen the tokens; None without one."""
+    routing: tuple[dict[str, jax.Array], ...]
+    """Of each layer with experts, sums over the counted tokens (``nn.experts.router.sums``): load [E], probability [E],
+    log_z2, tokens, dropped."""
+
+
+def forward(
+    params: dict,
+    tokens: Any,
+    cfg: ModelConfig,
+    *,
+    positions: Any = None,
+    segments: Any = None,
+    valid: Any = None,
+    source: Any = None,
+    source_valid: Any = None,
+    token_types: Any = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """Next-token logits [B, T, V], float32. Arguments and errors as of ``apply``."""
     _require_head(cfg)
-    out = hidden(params, tokens, cfg, cache=cache, **given)
-    if cache is None:
-        return head(params, out, cfg)
-    hidden_BTD, cache = out
-    return head(params, hidden_BTD, cfg), cache
+    rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}
+    return head(params, hidden(params, tokens, cfg, **rows, source=source, source_valid=source_valid, key=key), cfg)
+
+
+def forward_cached(
+    params: dict,
+    tokens: Any,
+    cfg: ModelConfig,
+    cache: Cache,
+    *,
+    positions: Any = None,
+    valid: Any = None,
+    source: Any = None,
+    source_valid: Any = None,
+) -> tuple[jax.Array, Cache]:
+    """Logits [B, T, V] of the tokens that come after those in ``cache`` (``jf.init_cache``), in chunks of any length, and the
+    cache that holds these too. Arguments and errors as of ``apply``."""
+    _require_head(cfg)
+    where = {"positions": positions, "valid": valid, "source": source, "source_valid": source_valid}
+    out = apply(params, tokens, cfg, cache=cache, **where)
+    assert out.cache is not None
+    return head(params, out.hidden, cfg), out.cache
 
 
 def hidden(
     params: dict,
-    tokens,
+    tokens: Any,
     cfg: ModelConfig,
     *,
-    positions=None,
-    segments=None,
-    valid=None,
-    source=None,
-    source_valid=None,
-    token_types=None,
+    positions: Any = None,
+    segments: Any = None,
+    valid: Any = None,
+    source: Any = None,
+    source_valid: Any = None,
+    token_types: Any = None,
     key: jax.Array | None = None,
-    cache=None,
-    routed: Routed | None = None,
-):
-    """What the head reads, [B, T, D]: after the final norm. With a cache (``jf.init_cache``), the pair (hidden, cache).
+) -> jax.Array:
+    """What the head reads, [B, T, D]: after the final norm. Arguments and errors as of ``apply``."""
+    rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}
+    return apply(params, tokens, cfg, **rows, source=source, source_valid=source_valid, key=key).hidden
+
+
+def apply(
+    params: dict,
+    tokens: Any,
+    cfg: ModelConfig,
+    *,
+    positions: Any = None,
+    segments: Any = None,
+    valid: Any = None,
+    source: Any = None,
+    source_valid: Any = None,
+    token_types: Any = None,
+    key: jax.Array | None = None,
+    cache: Cache | None = None,
+    counted: Any = None,
+    training: bool = False,
+) -> Output:
+    """The forward of every model, without its head.
 
     tokens [B, T] integers. positions [B, T]: where each stands (counted from the other arguments unless given). segments
-    [B, T]: packed documents, each sees only itself. valid [B, T] bool: False for padding, left or right. source [B, S] and
-    source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: kinds of tokens, for a model that tells them
-    apart (0 unless given). key: turns dropout on. routed: a ``Routed``, which is told what the layers of experts did.
+    [B, T]: packed documents, each of which sees only itself. valid [B, T] bool: False for padding, left or right. source
+    [B, S] and source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: kinds of tokens, for a model that tells
+    them apart (0 unless given). key: turns dropout on. cache: what the layers have kept of the tokens before. counted, bool
+    [B, T] or True: the tokens over which ``Output.routing`` sums what experts did (None: it is empty). training: whether
+    ``expert_dispatch="capacity"`` limits the experts.
 
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
     """
     check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
-    with _precision(cfg), _saves(cfg):
-        memory = None
+    with _precision(cfg), _labels_are_known(cfg):
+        encoded = None
         if source is not None or source_valid is not None or (cfg.encoder_layers and cache is None):
-            memory = _encode(params, source, source_valid, len(tokens), cfg, key)
+            encoded = _encode(params, source, source_valid, len(tokens), cfg, key)
         if cache is None:
-            places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
+            info = inputs.token_info("", tokens.shape, cfg, positions, segments, valid)
         elif segments is not None:
             raise ValueError("segments cannot be combined with a cache: decode each document by itself")
         else:
-            places, cache = cache.advance(tokens.shape, cfg, positions, valid)
+            info, cache = cache.advance(tokens.shape, cfg, positions, valid)
         x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, tokens.shape, cfg))
         with scope("decoder"):
-            given = {"places": places, "memory": memory, "cache": cache, "key": child(key, "decoder"), "routed": routed}
-            return stack.apply(params["decoder"], x_BTD, cfg, **given)
+            rng = child(key, "decoder")
+            how: dict[str, Any] = {"rng": rng, "counted": counted, "training": training}
+            return Output(*stack.apply(params["decoder"], x_BTD, cfg, info=info, source=encoded, cache=cache, **how))
 
 
 def after_next(
     params: dict,
     hidden_BTD: jax.Array,
-    tokens,
+    tokens: Any,
     cfg: ModelConfig,
     *,
-    positions=None,
-    segments=None,
-    valid=None,
+    positions: Any = None,
+    segments: Any = None,
+    valid: Any = None,
     key: jax.Array | None = None,
-    cache=None,
-    routed: Routed | None = None,
-):
-    """What the head reads to predict the token after the next, [B, T, D] (``mtp``), of what it read to predict the next,
-    ``hidden``, and of the next tokens [B, T] themselves. Keywords and errors as ``hidden``'s, for the tokens before them; the
-    cache is of ``mtp.config(cfg)``, and with one the result is a pair."""
+    cache: Cache | None = None,
+    counted: Any = None,
+    training: bool = False,
+) -> Output:
+    """What the head reads to predict the token after the next, [B, T, D] (``mtp``), from what it read to predict the next one
+    and from the next tokens [B, T] themselves. Keywords and errors as of ``apply``, for the tokens before them; the cache is
+    one of ``mtp.config(cfg)``."""
     if not cfg.mtp:
         raise ValueError("the model has no block for the token after the next (mtp=False)")
     check(params, cfg)
@@ -162,14 +223,18 @@ def after_next(
         )
     with _precision(cfg), scope("mtp"):
         token_BTD = embed(params, tokens, cfg)
+        how: dict[str, Any] = {"rng": key, "counted": counted, "training": training}
+        layer_cache = None
         if cache is None:
-            places = inputs.places("", tokens.shape, cfg, positions, segments, valid)
-            return mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, key=key, routed=routed)
-        own = mtp.config(cfg)
-        places, cache = cache.advance(tokens.shape, own, positions, valid)
-        writer = cache.writer(0, own, places)
-        x_BTD = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, places=places, extend=writer.extend, routed=routed)
-        return cache.guard(x_BTD), cache.replace(layers=(writer.entry,))
+            info = inputs.token_info("", tokens.shape, cfg, positions, segments, valid)
+        else:
+            block_cfg = mtp.config(cfg)
+            info, cache = cache.advance(tokens.shape, block_cfg, positions, valid)
+            layer_cache = cache.layer(0, block_cfg, info)
+        x_BTD, layer_cache, sums = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, info=info, cache=layer_cache, **how)
+        if cache is not None and layer_cache is not None:
+            x_BTD, cache = cache.guard(x_BTD), dataclasses.replace(cache, layers=(layer_cache.entries,))
+        return Output(x_BTD, cache, () if sums is None else (sums,))
 
 
 def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:
@@ -177,7 +242,7 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | 
     dtype."""
 
     def rows(name, ids):
-        table = gathered(jnp.asarray(params["embedding"][name], cfg.dtype), "VD" if name == "token" else "PD")
+        table = gathered(jnp.asarray(params["embedding"][name], cfg.execution.dtype), "VD" if name == "token" else "PD")
         return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
     x_BTD = rows("token", tokens)
@@ -197,11 +262,11 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
         if cfg.head_transform:
             x_BTD = _transformed(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
-            kernel_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
-            logits = multiply("BTD,VD->BTV", x_BTD, kernel_VD, name="head", preferred_element_type=jnp.float32)
+            weight_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
+            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", preferred_element_type=jnp.float32)
         else:
-            kernel_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
-            logits = multiply("BTD,DV->BTV", x_BTD, kernel_DV, name="head", preferred_element_type=jnp.float32)
+            weight_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
+            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", preferred_element_type=jnp.float32)
     if cfg.head_bias:
         logits = logits + params["head"]["bias"].astype(jnp.float32)
     if cfg.logit_softcap is not None:
@@ -215,8 +280,8 @@ def _require_head(cfg: ModelConfig) -> None:
 
 
 def _transformed(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
-    y_BTF = mlp.ACTIVATIONS[cfg.mlp](dense("BTD,DF->BTF", x_BTD, params["kernel"], params["bias"]))
-    return norm.apply(params["norm"], y_BTF, cfg)
+    y_BTO = mlp.ACTIVATIONS[cfg.mlp](dense("BTD,DO->BTO", x_BTD, params["kernel"], params["bias"]))
+    return norm.apply(params["norm"], y_BTO, cfg)
 
 
 def pooled(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -224,16 +289,16 @@ def pooled(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     if not cfg.pooler:
         raise ValueError("the model has no pooler (pooler=False)")
     with _precision(cfg):
-        return jnp.tanh(dense("BTD,DF->BTF", x_BTD[:, :1], params["pooler"]["kernel"], params["pooler"]["bias"]))[:, 0]
+        return jnp.tanh(dense("BTD,DO->BTO", x_BTD[:, :1], params["pooler"]["kernel"], params["pooler"]["bias"]))[:, 0]
 
 
-def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, Places]:
-    """The encoder's output [B, S, D] and where it stands."""
-    source, places = inputs.source(source, source_valid, rows, cfg)
+def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, TokenInfo]:
+    """The encoder's output [B, S, D] and where its tokens stand."""
+    source, info = inputs.source(source, source_valid, rows, cfg)
     with scope("encoder"):
         x_BSD = embed(params, source, cfg)
-        x_BSD = stack.apply(params["encoder"], x_BSD, cfg.encoder, places=places, key=child(key, "encoder"))
-    return x_BSD, places
+        out = stack.apply(params["encoder"], x_BSD, cfg.encoder, info=info, rng=child(key, "encoder"))
+    return out.x_BTD, info
 
 
 def check(params: dict, cfg: ModelConfig) -> None:
@@ -247,22 +312,22 @@ def check(params: dict, cfg: ModelConfig) -> None:
 def _unstacked_spec(cfg: ModelConfig) -> dict:
     stacks = {"decoder": (cfg, cfg.encoder_layers > 0)} | ({"encoder": (cfg.encoder, False)} if cfg.encoder_layers else {})
     parts = dict(spec(cfg))
-    for name, (own, crossing) in stacks.items():
-        layers = {str(i): specs.bound(block.spec(layer, crossing), own) for i, layer in enumerate(own.layers)}
+    for name, (stack_cfg, crossing) in stacks.items():
+        layers = {str(i): specs.bound(block.spec(layer, crossing), stack_cfg) for i, layer in enumerate(stack_cfg.layers)}
         parts[name] = parts[name] | {"layers": layers}
     return parts
 
 
 @contextlib.contextmanager
-def _saves(cfg: ModelConfig) -> Iterator[None]:
-    """Raises ValueError at the end if ``cfg.save`` names what no layer has given."""
+def _labels_are_known(cfg: ModelConfig) -> Iterator[None]:
+    """Raises ValueError at the end if ``cfg.execution.remat_save`` names what no layer has given."""
     with labels() as given:
         yield
-    for name in cfg.save:
+    for name in cfg.execution.remat_save:
         if name not in given:
-            raise ValueError(f"save={name!r} names no activation of a layer{nearest(name, given)}")
+            raise ValueError(f"remat_save={name!r} names no activation of a layer{nearest(name, given)}")
 
 
 def _precision(cfg: ModelConfig):
     # A float32 model means float32 products: TPUs and GPUs would otherwise use bfloat16 or TF32 passes without saying so.
-    return jax.default_matmul_precision("highest" if cfg.dtype == "float32" else "default")
+    return jax.default_matmul_precision("highest" if cfg.execution.dtype == "float32" else "default")

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.component import nearest
 from jaxformer.config import ModelConfig
-from jaxformer.sharding import constrain
+from jaxformer.config.components import nearest
+from jaxformer.parallel.sharding import constrain
 
 Listener = Callable[[str, jax.Array], jax.Array]
 

@@ -6,19 +6,19 @@ Statistics are float32 whatever the input; the result has the input's dtype. No 
 import jax
 import jax.numpy as jnp
 
-from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
-from jaxformer.spec import Param, bias, gain, zeros
+from jaxformer.config.components import Component, resolve
+from jaxformer.config.spec import Param, bias, gain, zeros
 
 
 def spec(cfg: ModelConfig, dim: str = "D") -> dict:
     """Parameters of ``cfg.norm`` over an axis of letter ``dim``."""
-    return resolve("norm", cfg.norm).spec(cfg, dim)
+    return resolve("norm", cfg.norm, CHOICES).spec(cfg, dim)
 
 
 def apply(params: dict, x: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Normalises the last axis of ``x`` [..., D]."""
-    return resolve("norm", cfg.norm).apply(params, x, cfg)
+    return resolve("norm", cfg.norm, CHOICES).apply(params, x, cfg)
 
 
 def _layer_spec(cfg, dim="D"):

@@ -14,25 +14,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.component import Component, resolve
 from jaxformer.config import ModelConfig
+from jaxformer.config.components import Component, resolve
+from jaxformer.config.spec import Param, normal, with_sizes
 from jaxformer.nn import rope
-from jaxformer.spec import Param, normal
 
 
 def spec(cfg: ModelConfig) -> dict:
     """Parameters of ``cfg.position``."""
-    return resolve("position", cfg.position).spec(cfg)
+    return _component(cfg).spec(cfg)
 
 
 def site(cfg: ModelConfig) -> str:
     """Where ``cfg.position`` acts: input, heads or scores."""
-    return getattr(resolve("position", cfg.position), "site", "input")
+    return getattr(_component(cfg), "site", "input")
 
 
 def apply(params: dict, x, *args) -> jax.Array:
     """``apply(params, x, positions, cfg)``, or ``apply(params, (q_positions, k_positions), cfg)`` for a score bias."""
-    return resolve("position", args[-1].position).apply(params, x, *args)
+    return _component(args[-1]).apply(params, x, *args)
+
+
+def stack_spec(cfg: ModelConfig) -> dict:
+    """Parameters that the layers of a stack share. Raises ValueError where layers differ in a component that acts on the
+    input, which all of them read, or where more than one component has parameters."""
+    layers = list({layer.position: layer for layer in cfg.layers}.values())
+    if len(layers) > 1:
+        for layer in layers:
+            if layer.position != "none" and site(layer) == "input":
+                raise ValueError(f"position={layer.position!r} acts on the input of all layers, and cannot be chosen by layer")
+    specs = [params for layer in layers if (params := with_sizes(spec(layer), layer.component_sizes))]
+    if len(specs) > 1:
+        raise ValueError("position by layer may name one component with parameters, not several")
+    return specs[0] if specs else {}
+
+
+def on_input(params: dict, x_BTD: jax.Array, positions_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """What a stack reads: ``x_BTD`` with its positions, where ``cfg.position`` acts on the input."""
+    layer = cfg.layers[0]
+    if len(cfg.positions) > 1 or site(layer) != "input":
+        return x_BTD
+    return apply(params, x_BTD, positions_BT, layer)
+
+
+def _component(cfg: ModelConfig):
+    return resolve("position", cfg.position, CHOICES)
 
 
 def angles(positions: jax.Array, width: int, theta: float) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.config import ModelConfig, RopeScaling
-from jaxformer.sharding import platform
+from jaxformer.parallel.sharding import platform
 
 
 def apply(params: dict, x: jax.Array, positions_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -28,7 +28,7 @@ def angles(positions_BT: jax.Array, width: int, cfg: ModelConfig) -> jax.Array:
 def check_cache(cfg: ModelConfig, length: int) -> None:
     """Raises ValueError where a cache of ``length`` tokens could not hold what the forward of the whole sequence computes."""
     original = cfg.rope_scaling.original_length
-    if cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic" and original is not None and length > original:
+    if "rope" in cfg.positions and cfg.rope_scaling.kind == "dynamic" and original is not None and length > original:
         raise ValueError(
             f"with rope_scaling of kind 'dynamic', every key changes as a sequence grows past original_length={original}: "
             f"a cache cannot hold {length} tokens. Use forward without a cache, or kind 'yarn'"

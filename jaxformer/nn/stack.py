@@ -1,44 +1,79 @@
 """L blocks with their own parameters each: position on the way in, final norm on the way out, scanned or unrolled.
 
-Parameters are stacked on a leading axis L either way: each part of a block over the layers that have it.
+Parameters are stacked on a leading axis L either way: each part of a block over the layers that have it. Where layers differ in
+the component of a part, those with the second component in order of appearance have it under the part's name and ``_2``, and
+so on.
 """
 
+import dataclasses
+import re
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
-from jaxformer.nn import attention, block, norm, position
+from jaxformer.config import spec as specs
+from jaxformer.nn import block, norm, position
+from jaxformer.nn.cache import Cache
 from jaxformer.nn.dense import child, dropout
-from jaxformer.nn.mask import Places, arange
-from jaxformer.nn.moe import Routed
+from jaxformer.nn.mask import TokenInfo, arange
 from jaxformer.nn.named import listening, named, scope
 
 POLICY = jax.checkpoint_policies
 
 
+class StackOutput(NamedTuple):
+    """What a stack gives."""
+
+    x_BTD: jax.Array
+    cache: Cache | None
+    """The cache, which has seen the tokens; None without one."""
+    routing: tuple[dict[str, jax.Array], ...]
+    """Of each layer with experts, sums over the counted tokens (``experts.router.sums``)."""
+
+
 def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
     """Parameters of a stack of ``cfg.n_layers`` blocks."""
-    parts = {"layers": {name: specs.stack(own, len(has)) for name, (own, has) in _parts(cfg, crossing).items()}}
-    if cfg.residual != "post":  # Post-LN blocks end with a norm already
+    parts = {"layers": {name: specs.stack(tree, count) for name, (tree, count) in _parts(cfg, crossing).items()}}
+    if cfg.layers[-1].residual != "post":  # Post-LN blocks end with a norm already
         parts["norm"] = norm.spec(cfg)
-    if own := position.spec(cfg):
-        parts["position"] = own
+    if params := position.stack_spec(cfg):
+        parts["position"] = params
     if cfg.embedding_norm:
         parts["embedding_norm"] = norm.spec(cfg)
     return parts
 
 
-def _parts(cfg: ModelConfig, crossing: bool) -> dict[str, tuple[dict, list[int]]]:
-    """Of each part of a block, its parameters and the numbers of the layers that have it: not all need to."""
-    found: dict[str, tuple[dict, list[int]]] = {}
+def _parts(cfg: ModelConfig, crossing: bool) -> dict[str, tuple[dict, int]]:
+    """Parameters of each part of a block, by the name it is stacked under, and in how many layers they are."""
+    parts: dict[str, tuple[dict, int]] = {}
     kinds = {layer: block.spec(layer, crossing) for layer in set(cfg.layers)}
-    for number, layer in enumerate(cfg.layers):
-        for name, own in kinds[layer].items():
-            found.setdefault(name, (own, []))[1].append(number)
-    return found
+    for layer in cfg.layers:
+        for part, tree in kinds[layer].items():
+            name = _stacked_name(cfg.layers, layer, part)
+            tree, count = parts.get(name, (tree, 0))
+            parts[name] = tree, count + 1
+    return parts
+
+
+def _stacked_name(layers: Sequence[ModelConfig], layer: ModelConfig, part: str) -> str:
+    """The name that a layer's part is stacked under."""
+    components = dict.fromkeys(block.component(other, part) for other in layers if block.has(other, part))
+    number = list(components).index(block.component(layer, part)) + 1
+    return part if number == 1 else f"{part}_{number}"
+
+
+def _holds(layers: Sequence[ModelConfig], layer: ModelConfig, name: str) -> bool:
+    """Whether a layer's parameters are among those stacked under ``name``."""
+    part = _part(name)
+    return block.has(layer, part) and _stacked_name(layers, layer, part) == name
+
+
+def _part(name: str) -> str:
+    """The part of a block that is stacked under ``name``."""
+    return re.sub(r"_\d+$", "", name)
 
 
 def apply(
@@ -46,120 +81,110 @@ def apply(
     x_BTD: jax.Array,
     cfg: ModelConfig,
     *,
-    places: Places | None = None,
-    memory: tuple[jax.Array, Places] | None = None,
-    cache=None,
-    key: jax.Array | None = None,
-    routed: Routed | None = None,
-):
-    """[B, T, D] -> [B, T, D]; with a cache (``decode.cache``), the pair of that and the cache that has seen it.
-
-    memory: what cross-attention reads, [B, S, D], and where it stands. routed: is told what the layers of experts did.
-    """
-    places = arange(x_BTD.shape[1]) if places is None else places
+    info: TokenInfo | None = None,
+    source: tuple[jax.Array, TokenInfo] | None = None,
+    cache: Cache | None = None,
+    rng: jax.Array | None = None,
+    counted: Any = None,
+    training: bool = False,
+) -> StackOutput:
+    """[B, T, D] -> [B, T, D]. info: where the tokens stand. source, counted, training: as in ``block.apply``. cache: what every
+    layer has kept of the tokens before. rng: turns dropout on."""
+    info = arange(x_BTD.shape[1]) if info is None else info
     position_params = params.get("position", {})
-    if position.site(cfg) == "input":
-        x_BTD = position.apply(position_params, x_BTD, places.position, cfg)
+    x_BTD = position.on_input(position_params, x_BTD, info.position, cfg)
     if cfg.embedding_norm:
         x_BTD = norm.apply(params["embedding_norm"], x_BTD, cfg)
-    x_BTD = dropout(x_BTD, cfg.embedding_dropout, child(key, "embedding"))
+    x_BTD = dropout(x_BTD, cfg.execution.embedding_dropout, child(rng, "embedding"))
     x_BTD = named(x_BTD, "in", "BTD", cfg)
-    layers_key = child(key, "layers")
+    layers_rng = child(rng, "layers")
 
-    def run(layer, index, layer_params, x_BTD, writer=None):
-        """``layer``: this layer's config; ``index``: its number, which may be traced. Gives x, and what experts did."""
-        own = None if routed is None else Routed(routed.counted, routed.training)
-
-        def source_key_value(cross_params):
-            return None if memory is None else attention.source_key_value(cross_params, memory[0], layer, memory[1])
-
-        def read(cross_params):
-            return source_key_value(cross_params) if writer is None else writer.remember(source_key_value(cross_params))
-
-        x_BTD = block.apply(
+    def run(layer, index, layer_params, x_BTD, layer_cache=None):
+        """``layer``: this layer's config; ``index``: its number, which may be traced."""
+        return block.apply(
             layer_params,
             x_BTD,
             layer,
-            places=places,
+            info=info,
             position_params=position_params,
-            memory=read if "cross_attention" in layer_params else None,
-            extend=None if writer is None else writer.extend,
-            key=None if layers_key is None else jax.random.fold_in(layers_key, index),
-            routed=own,
+            source=source,
+            cache=layer_cache,
+            rng=None if layers_rng is None else jax.random.fold_in(layers_rng, index),
+            counted=counted,
+            training=training,
         )
-        return x_BTD, [] if own is None else own.layers
 
     if cache is None:
-        x_BTD, did = _layers(params["layers"], x_BTD, cfg, run)
+        x_BTD, routing = _layers(params["layers"], x_BTD, cfg, run)
     else:
-        x_BTD, did, cache = _cached_layers(params["layers"], x_BTD, cfg, run, cache, places)
-    if routed is not None:
-        routed.layers += did
+        x_BTD, routing, cache = _cached_layers(params["layers"], x_BTD, cfg, run, cache, info)
     if "norm" in params:
         x_BTD = norm.apply(params["norm"], x_BTD, cfg)
-    return x_BTD if cache is None else (x_BTD, cache)
+    return StackOutput(x_BTD, cache, tuple(sums for sums in routing if sums is not None))
 
 
-def _cached_layers(params, x_BTD, cfg, run, cache, places):
-    entries, did = [], []
+def _cached_layers(params, x_BTD, cfg, run, cache, info):
+    entries, routing = [], []
     for index, layer, layer_params in _numbered(params, cfg):
-        writer = cache.writer(index, layer, places)
         with scope(str(index)):
-            x_BTD, own = run(layer, index, layer_params, x_BTD, writer)
-        entries.append(writer.entry)
-        did += own
-    return cache.guard(x_BTD), did, cache.replace(layers=tuple(entries))
+            x_BTD, layer_cache, sums = run(layer, index, layer_params, x_BTD, cache.layer(index, layer, info))
+        entries.append(layer_cache.entries)
+        routing.append(sums)
+    return cache.guard(x_BTD), routing, dataclasses.replace(cache, layers=tuple(entries))
 
 
 def _rematerialised(run, cfg):
-    keep = (*cfg.save, "attention.mixed", "cross_attention.mixed") if cfg.remat == "dots" else cfg.save
+    execution = cfg.execution
+    keep = execution.remat_save
+    if execution.remat == "dots":
+        keep = (*keep, "attention.mixed", "cross_attention.mixed")
     policy = POLICY.save_only_these_names(*keep) if keep else None
-    if cfg.remat == "dots":
+    if execution.remat == "dots":
         policy = POLICY.save_from_both_policies(POLICY.dots_with_no_batch_dims_saveable, policy)
 
     # In a scan, nothing could merge what is computed again with what was computed first.
-    return jax.checkpoint(run, static_argnums=0, policy=policy, prevent_cse=not cfg.scan)
+    return jax.checkpoint(run, static_argnums=0, policy=policy, prevent_cse=not execution.scan)
 
 
 def _layers(params, x_BTD, cfg, run):
-    """``run(layer config, index, layer params, x)`` for every layer; x, and all that experts did."""
-    watched, did = listening(), []
-    if cfg.remat != "none" and not watched:
+    """x after ``run(layer config, index, layer params, x)`` of every layer, and the sums of their experts."""
+    watched, routing = listening(), []
+    if cfg.execution.remat != "none" and not watched:
         run = _rematerialised(run, cfg)
-    if not cfg.scan or watched or is_unstacked(params):
+    if not cfg.execution.scan or watched or is_unstacked(params):
         for index, layer, layer_params in _numbered(params, cfg):
             with scope(str(index)):
-                x_BTD, own = run(layer, index, layer_params, x_BTD)
-            did += own
-        return x_BTD, did
+                x_BTD, _, sums = run(layer, index, layer_params, x_BTD)
+            routing.append(sums)
+        return x_BTD, routing
     for start, period, repeats in repetition(cfg.layers):
         stop, layers = start + period * repeats, cfg.layers[start : start + period]
         group = _rows(params, cfg.layers, start, period, repeats)
 
         def body(x_BTD, group, start=start, layers=layers):
             first, group_params = group
-            did = []
-            for offset, layer_params in enumerate(unstack(group_params, layers)):
-                x_BTD, own = run(layers[offset], first + offset, layer_params, x_BTD)
-                did += own
-            return x_BTD, did
+            sums_of_period = []
+            for offset, layer_params in enumerate(unstack(group_params, cfg.layers, layers)):
+                x_BTD, _, sums = run(layers[offset], first + offset, layer_params, x_BTD)
+                sums_of_period.append(sums)
+            return x_BTD, sums_of_period
 
-        x_BTD, own = jax.lax.scan(body, x_BTD, (jnp.arange(start, stop, period), group))
-        did += [jax.tree.map(lambda sums: sums[r], one) for r in range(repeats) for one in own]  # noqa: B023
-    return x_BTD, did
+        x_BTD, stacked = jax.lax.scan(body, x_BTD, (jnp.arange(start, stop, period), group))
+        routing += [jax.tree.map(lambda x: x[r], sums) for r in range(repeats) for sums in stacked]  # noqa: B023
+    return x_BTD, routing
 
 
 def _rows(params, layers, start, period, repeats):
-    """Of each part, what the ``repeats`` periods of layers from ``start`` on have: [repeats, of a period, ...]."""
-    found = {}
+    """Of each part, the parameters of the ``repeats`` periods of layers from ``start`` on: [repeats, of a period, ...]."""
+    rows = {}
     for name, part in params.items():
         first, each = (
-            sum(block.has(layer, name) for layer in some) for some in (layers[:start], layers[start : start + period])
+            sum(_holds(layers, layer, name) for layer in some) for some in (layers[:start], layers[start : start + period])
         )
         if each:
             cut = lambda p: p[first : first + each * repeats].reshape(repeats, each, *p.shape[1:])  # noqa: B023
-            found[name] = jax.tree.map(cut, part)
-    return found
+            rows[name] = jax.tree.map(cut, part)
+    return rows
 
 
 def _numbered(params, cfg):
@@ -173,16 +198,18 @@ def is_unstacked(params: dict) -> bool:
     return "0" in params
 
 
-def unstack(params: dict, layers: Sequence[ModelConfig]) -> list[dict]:
-    """One tree a layer from the stacked one. By ``split``, whose gradient is one concatenation: indexing would add up arrays
-    of all layers that are zero but for one."""
-    trees: list[dict] = [{} for _ in layers]
+def unstack(params: dict, layers: Sequence[ModelConfig], period: Sequence[ModelConfig] | None = None) -> list[dict]:
+    """One tree per layer from the stacked one of the stack's ``layers``, or of those of its ``period`` alone. By ``split``,
+    whose gradient is one concatenation: indexing would add up arrays of all layers that are zero but for one."""
+    period = layers if period is None else period
+    trees: list[dict] = [{} for _ in period]
     for name, part in params.items():
-        own = [number for number, layer in enumerate(layers) if block.has(layer, name)]
+        holders = [number for number, layer in enumerate(period) if _holds(layers, layer, name)]
         leaves, tree = jax.tree.flatten(part)
-        split = [jax.lax.split(leaf, [1] * len(own)) for leaf in leaves]
-        for row, number in enumerate(own):
-            trees[number][name] = jax.tree.unflatten(tree, [jnp.squeeze(parts[row], 0) for parts in split])
+        split = [jax.lax.split(leaf, [1] * len(holders)) for leaf in leaves]
+        for row, number in enumerate(holders):
+            layer_part = jax.tree.unflatten(tree, [jnp.squeeze(pieces[row], 0) for pieces in split])
+            trees[number][_part(name)] = layer_part
     return trees
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxformer import processes
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
-from jaxformer.parallel.data import Placement, put_rows, row_blocks
-from jaxformer.sharding import ACTIVATIONS, ROWS, place, shardings
+from jaxformer.parallel import multihost
+from jaxformer.parallel.placement import Placement, put_rows, row_blocks
+from jaxformer.parallel.sharding import ACTIVATIONS, ROWS, partition_spec, shardings
 
 HOST = "pinned_host"
 """JAX's name of the memory of hosts that devices reach."""
@@ -45,7 +45,7 @@ def state_shardings(state: Any, cfg: ModelConfig, mesh: Mesh, offload: bool = Fa
 def batch_shardings(batch: Any, mesh: Mesh) -> dict[str, NamedSharding]:
     """Of a (perhaps abstract) batch: rows and positions spread."""
     letters = {name: LETTERS.get(name, "BT") for name in batch}
-    return {name: NamedSharding(mesh, place(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
+    return {name: NamedSharding(mesh, partition_spec(letters[name], x.shape, ACTIVATIONS, mesh)) for name, x in batch.items()}
 
 
 def jitted(update: Callable, where: Any, mesh: Mesh) -> Any:
@@ -99,7 +99,7 @@ def on_mesh(
 
     return Placement(
         step=run,
-        put_state=lambda state: processes.put(state, where),
+        put_state=lambda state: multihost.put(state, where),
         begin=begin,
         like=like,
         get_state=lambda state: state,

@@ -16,15 +16,16 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxformer import presets, run
-from jaxformer import spec as specs
-from jaxformer.component import nearest
+from jaxformer.config import presets
+from jaxformer.config import spec as specs
+from jaxformer.config.components import nearest
+from jaxformer.config.strict import within
 from jaxformer.data import DataConfig
 from jaxformer.nn import model
+from jaxformer.parallel.sharding import AXES, MeshConfig
 from jaxformer.plan import advise, arithmetic, compile, programs, report, topology
 from jaxformer.plan.record import Plan, ProgramPlan, to_json
-from jaxformer.record import within
-from jaxformer.sharding import AXES, MeshConfig
+from jaxformer.training import run
 
 ROWS_A_DEVICE = 4
 """Of a preset, unless data.batch_size is given."""
@@ -113,7 +114,7 @@ def _preset(name: str, count: int, arguments: list[str]) -> tuple[run.Config, tu
     on_mesh = any(re.match(rf"--mesh\.({'|'.join(AXES)})\b", word) for word in arguments)
     config = run.Config(
         model=cfg,
-        data=DataConfig(length=min(cfg.max_length, LONGEST), batch_size=ROWS_A_DEVICE * count, separate=False),
+        data=DataConfig(length=min(cfg.max_length, LONGEST), batch_size=ROWS_A_DEVICE * count, segment_documents=False),
         train=run.TrainConfig(loss_chunk=512),
         mesh=MeshConfig() if on_mesh else MeshConfig(fsdp=count),
     )

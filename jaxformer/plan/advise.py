@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxformer import run
+from jaxformer.parallel.sharding import ROWS
 from jaxformer.plan.record import ProgramPlan, Trial
-from jaxformer.sharding import ROWS
+from jaxformer.training import run
 
 Change = dict[str, Any]
 """``dotted field -> value``."""
@@ -40,12 +40,12 @@ def changes(config: run.Config, mesh: dict[str, int], training: bool) -> Iterato
     if config.train.loss_chunk is None:
         memory["train.loss_chunk"] = 512
         yield "logits of 512 positions at a time", dict(memory)
-    if config.model.remat == "none":
+    if config.model.execution.remat == "none":
         yield "recompute all but matrix products in the backward pass", {"model.remat": "dots"}
     if mesh["data"] > 1:
         memory |= {"mesh.data": 1, "mesh.fsdp": mesh["fsdp"] * mesh["data"]}
         yield "parameters and optimizer spread over all devices that have rows of their own", dict(memory)
-    if config.model.remat != "full":
+    if config.model.execution.remat != "full":
         memory["model.remat"] = "full"
         yield "recompute everything inside a block in the backward pass", dict(memory)
     parts = config.train.microbatches

@@ -6,17 +6,17 @@ import math
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer import run
 from jaxformer.config import ModelConfig
-from jaxformer.decode import cache as caches
 from jaxformer.decode import loop
+from jaxformer.nn import cache as caches
 from jaxformer.nn import model
+from jaxformer.parallel.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
 from jaxformer.plan import formula
 from jaxformer.plan.compile import estimate, host_bytes
 from jaxformer.plan.programs import UPDATE, batch_of
 from jaxformer.plan.record import Buffered, CollectiveSum, ProgramPlan
 from jaxformer.plan.topology import HOST, Topology
-from jaxformer.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
+from jaxformer.training import run
 
 STATED = (
     "by arithmetic, nothing was compiled: parameters, gradients, optimizer and cache are exact",
@@ -52,7 +52,7 @@ def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> Program
 
 def generation(config: run.Config, mesh: Mesh, topology: Topology) -> list[ProgramPlan]:
     """Of reading prompts and of a block of steps."""
-    cfg = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     params = formula.local_bytes(model.spec(cfg), cfg, mesh)
     cache = formula.local_bytes(caches.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS)
@@ -102,7 +102,7 @@ def _done(cfg: ModelConfig, flops: formula.ModelFlops, chunked: bool, tokens: in
     """FLOPs of all devices with what is computed again, and masked scores too."""
     head = 2.0 * tokens * cfg.vocab_size * cfg.d_model
     attention = flops.attention * (2 if cfg.causal else 1)
-    again = {"none": 0.0, "dots": attention / 3, "full": (flops.weights - 3 * head) / 3 + attention / 3}[cfg.remat]
+    again = {"none": 0.0, "dots": attention / 3, "full": (flops.weights - 3 * head) / 3 + attention / 3}[cfg.execution.remat]
     return flops.weights + attention + again + (head if chunked else 0.0)
 
 
@@ -115,7 +115,7 @@ def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, me
     """Logits and their gradient; or one layer's scores, in float32 and in the compute dtype, and their gradients."""
     own = rows / math.prod(mesh.shape[axis] for axis in ROWS)
     logits = 2 * _logits(cfg, rows, mesh) * min(chunk or length, length)
-    bytes_each = 2 * (4 + jnp.dtype(cfg.dtype).itemsize)
+    bytes_each = 2 * (4 + jnp.dtype(cfg.execution.dtype).itemsize)
     scores = own * cfg.n_heads / mesh.shape["tensor"] * length / mesh.shape["context"] * length * bytes_each
     return max(logits, scores)
 
@@ -123,9 +123,9 @@ def _temporaries(cfg: ModelConfig, rows: int, length: int, chunk: int | None, me
 def _collectives(config, cfg, mesh: Mesh, topology: Topology, tokens: int, training: bool = True) -> list[CollectiveSum]:
     """By the usual scheme: weights gathered in the compute dtype for each pass and gradients scattered (fsdp), gradients
     summed (data), activations summed twice a layer and pass (tensor)."""
-    sizes, width = mesh.shape, jnp.dtype(cfg.dtype).itemsize
+    sizes, width = mesh.shape, jnp.dtype(cfg.execution.dtype).itemsize
     parts = config.train.microbatches if training else 1
-    model_bytes = formula.local_bytes(model.spec(cfg), cfg, mesh, IN_USE, cfg.dtype)
+    model_bytes = formula.local_bytes(model.spec(cfg), cfg, mesh, IN_USE, cfg.execution.dtype)
     found = []
 
     def add(kind, axis, runs, size, passes=1):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.nn import model
-from jaxformer.sharding import PARAMETERS, place
-from jaxformer.training.loss import loss_sum
+from jaxformer.parallel.sharding import PARAMETERS, partition_spec
+from jaxformer.training.objective import loss_sum
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def local_bytes(spec: Any, cfg: ModelConfig, mesh: Mesh, rules: dict = PARAMETER
     total = 0.0
     for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, specs.Param)):
         shape = param.shape(cfg)
-        parts = [axes if isinstance(axes, tuple) else (axes,) for axes in place(param.dims, shape, rules, mesh) if axes]
+        parts = [
+            axes if isinstance(axes, tuple) else (axes,) for axes in partition_spec(param.dims, shape, rules, mesh) if axes
+        ]
         spread = math.prod(mesh.shape[axis] for axes in parts for axis in axes)
         total += math.prod(shape) * jnp.dtype(param.dtype or dtype or cfg.param_dtype).itemsize / spread
     return total

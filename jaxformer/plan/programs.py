@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxformer import run
 from jaxformer.config import ModelConfig
-from jaxformer.decode import cache as caches
+from jaxformer.config.spec import Param, walk
 from jaxformer.decode import loop
 from jaxformer.decode.sampling import GREEDY, compile_sampling
+from jaxformer.nn import cache as caches
 from jaxformer.nn import model
 from jaxformer.nn.named import watch
 from jaxformer.parallel.mesh import batch_shardings, check_batch, jitted, state_shardings
+from jaxformer.parallel.sharding import ACTIVATIONS, partition_spec, shardings
 from jaxformer.plan import formula
-from jaxformer.sharding import ACTIVATIONS, place, shardings
-from jaxformer.spec import Param, walk
-from jaxformer.training.step import init_state, make_update
+from jaxformer.training import run
+from jaxformer.training.update import init_state, make_update
 
 UPDATE = ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")
 """Fields of ``train`` that the update is made with."""
@@ -53,7 +53,7 @@ def batch_of(config: run.Config) -> dict[str, jax.ShapeDtypeStruct]:
     batch = {"tokens": whole("int32"), "targets": whole("int32"), "weights": whole("float32")}
     if config.model.encoder_layers:
         return batch | {"source": whole("int32", data.source_length), "source_valid": whole("bool", data.source_length)}
-    return batch | ({"segments": whole("int32"), "positions": whole("int32")} if data.separate else {})
+    return batch | ({"segments": whole("int32"), "positions": whole("int32")} if data.segment_documents else {})
 
 
 def check(config: run.Config, mesh: Mesh, decode: bool) -> None:
@@ -97,21 +97,21 @@ def generation(config: run.Config, mesh: Mesh, platform: str) -> list[Program]:
     """What ``jf.generate`` runs, for ``data.batch_size`` prompts of ``data.length`` tokens in all: reading the prompts, and a
     block of single steps, each with as many tokens in the cache. Parameters are in the compute dtype, layers apart; the cache
     lies on the mesh by its letters."""
-    cfg = dataclasses.replace(config.model, param_dtype=config.model.dtype)
+    cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     methods, values = compile_sampling(GREEDY, rows, cfg.vocab_size)
     plan = loop.Plan(cfg, length, (), 0, methods, slots=length, chunk=min(CHUNK, length))
     whole = NamedSharding(mesh, PartitionSpec())
     params = _unstacked(cfg, mesh)
     on_rows = lambda dims, shape, dtype: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(mesh, place(dims, shape, ACTIVATIONS, mesh))
+        shape, dtype, sharding=NamedSharding(mesh, partition_spec(dims, shape, ACTIVATIONS, mesh))
     )
     prompts, lengths = on_rows("BT", (rows, length), jnp.int32), on_rows("B", (rows,), jnp.int32)
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=whole)
     is_param = lambda leaf: isinstance(leaf, Param)
     kept = caches.spec(cfg, rows, length)
     cache_at = jax.tree.map(
-        lambda p: NamedSharding(mesh, place(p.dims, p.shape(cfg), ACTIVATIONS, mesh)), kept, is_leaf=is_param
+        lambda p: NamedSharding(mesh, partition_spec(p.dims, p.shape(cfg), ACTIVATIONS, mesh)), kept, is_leaf=is_param
     )
 
     def read(params, prompts, lengths, key):
@@ -121,7 +121,7 @@ def generation(config: run.Config, mesh: Mesh, platform: str) -> list[Program]:
         return loop.block(params, state, values, plan, loop.BLOCK)
 
     state, emitted = jax.eval_shape(read, params, prompts, lengths, key)
-    row = lambda x: NamedSharding(mesh, place("B", x.shape[:1], ACTIVATIONS, mesh))
+    row = lambda x: NamedSharding(mesh, partition_spec("B", x.shape[:1], ACTIVATIONS, mesh))
     state_at = dataclasses.replace(jax.tree.map(row, state), cache=cache_at)
 
     def lower_with(function, results, *given, **options):
@@ -175,7 +175,7 @@ class _Seen:
         self.mesh, self.found = mesh, dict[str, tuple[int, ...]]()
 
     def activation(self, name: str, dims: str, x: jax.Array) -> None:
-        spread = place(dims, x.shape, ACTIVATIONS, self.mesh)
+        spread = partition_spec(dims, x.shape, ACTIVATIONS, self.mesh)
         self.found[name] = NamedSharding(self.mesh, spread).shard_shape(x.shape)
 
     def product(self, name: str, equation: str, x: jax.Array, y: jax.Array, by: Callable) -> jax.Array:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jaxformer.component import nearest
+from jaxformer.config.components import nearest
 
 GIB = 1 << 30
 

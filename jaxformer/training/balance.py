@@ -1,19 +1,19 @@
 """What keeps experts in use: the load-balancing loss, the z-loss of routers, the selection bias that can stand in for them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxformer.nn.moe import Routed
-from jaxformer.parts import Experts
+from jaxformer.config import Execution
 
 Sums = dict[str, jax.Array]
 
 
-def collect(routed: Routed) -> Sums:
+def collect(routing: Sequence[Sums]) -> Sums:
     """What the layers of experts did, stacked: load and probability [L, E]; log_z2, tokens, dropped [L]."""
-    return {name: jnp.stack([layer[name] for layer in routed.layers]) for name in routed.layers[0]}
+    return {name: jnp.stack([layer[name] for layer in routing]) for name in routing[0]}
 
 
 def balance(sums: Sums) -> jax.Array:
@@ -24,7 +24,7 @@ def balance(sums: Sums) -> jax.Array:
     return number * (share * sums["probability"]).sum(-1) / _some(sums["tokens"])
 
 
-def penalty(sums: Sums, experts: Experts, axis_name: str | None = None) -> jax.Array:
+def penalty(sums: Sums, execution: Execution, axis_name: str | None = None) -> jax.Array:
     """The weighted losses of balance and z, averaged over layers: this device's part, of those of ``axis_name``, which add up.
 
     The load has no gradient, and is that of all devices; what is left is a sum over tokens.
@@ -33,7 +33,7 @@ def penalty(sums: Sums, experts: Experts, axis_name: str | None = None) -> jax.A
     if axis_name is not None:
         load, tokens = jax.lax.psum((load, tokens), axis_name)
     even = balance(sums | {"load": load, "tokens": tokens}).mean()
-    return experts.balance_loss * even + experts.z_loss * (sums["log_z2"] / _some(tokens)).mean()
+    return execution.balance_loss * even + execution.router_z_loss * (sums["log_z2"] / _some(tokens)).mean()
 
 
 def metrics(sums: Sums) -> Sums:

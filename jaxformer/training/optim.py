@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxformer import spec as specs
 from jaxformer.config import ModelConfig
+from jaxformer.config import spec as specs
+from jaxformer.config.strict import Strict, within
 from jaxformer.nn import model
-from jaxformer.record import Strict, within
 
 
 @dataclass(frozen=True)

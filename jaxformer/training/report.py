@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jaxformer import processes
+from jaxformer.parallel import multihost
 
 PLAIN_EVERY = 10.0
 """Seconds between lines where the output is not a terminal and a bar would be noise."""
@@ -38,7 +38,7 @@ class Report:
     def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
         from tensorboardX import SummaryWriter
 
-        self._writes = processes.first()
+        self._writes = multihost.first()
         self.directory, self.console = directory, Console(highlight=False, quiet=not self._writes)
         self._path = directory / "metrics.jsonl" if self._writes else Path(os.devnull)
         if self._writes:

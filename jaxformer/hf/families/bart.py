@@ -43,9 +43,9 @@ FIELDS: Fields = {
     "tied_head": Field("tie_word_embeddings", True),
     "head_bias": Rule(lambda reader: "final_logits_bias" in reader.tensors),  # files of the bare model have none
     "scale_embedding": Field("scale_embedding", False),
-    "attention_dropout": Field("attention_dropout", 0.0),
-    "residual_dropout": Field("dropout", 0.1),
-    "embedding_dropout": Field("dropout", 0.1),
+    "execution.attention_dropout": Field("attention_dropout", 0.0),
+    "execution.residual_dropout": Field("dropout", 0.1),
+    "execution.embedding_dropout": Field("dropout", 0.1),
 }
 
 

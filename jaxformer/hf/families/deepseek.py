@@ -41,7 +41,7 @@ def _read_sparse_layers(reader: ConfigReader) -> tuple[int, ...] | None:
 
 
 def _write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
-    sparse = [bool(layer.experts.number) for layer in cfg.layers]
+    sparse = [bool(layer.experts.n_experts) for layer in cfg.layers]
     if sparse != sorted(sparse):
         raise ValueError("its first layers are dense, and all others have experts")
     return {"first_k_dense_replace": sparse.count(False)}
@@ -73,7 +73,7 @@ FIELDS: Fields = {
     "attention_scale": Rule(_read_scale),
     "rope_layout": Field("rope_interleave", True, {True: "interleaved", False: "half", None: "half"}),
     ROPE: Rule(read_rope, _write_rope),
-    "experts.number": Field("n_routed_experts", 256, aliases=("num_local_experts",)),
+    "experts.n_experts": Field("n_routed_experts", 256, aliases=("num_local_experts",)),
     "experts.per_token": Field("num_experts_per_tok", 8),
     "experts.d_ff": Field("moe_intermediate_size", 2048),
     "experts.layers": Rule(_read_sparse_layers, _write_sparse_layers),

@@ -32,9 +32,9 @@ GPT2: Fields = COMMON | {
     "d_ff": Field("n_inner", None),
     "max_length": Field("n_positions"),
     "qkv_bias": True,
-    "attention_dropout": Field("attn_pdrop", 0.1),
-    "residual_dropout": Field("resid_pdrop", 0.1),
-    "embedding_dropout": Field("embd_pdrop", 0.1),
+    "execution.attention_dropout": Field("attn_pdrop", 0.1),
+    "execution.residual_dropout": Field("resid_pdrop", 0.1),
+    "execution.embedding_dropout": Field("embd_pdrop", 0.1),
 }
 
 
@@ -89,9 +89,9 @@ NEO: Fields = (
         "d_ff": Field("intermediate_size", None),
         "window": Rule(_read_neo_windows, _write_neo_windows),
         "attention_scale": 1.0,
-        "attention_dropout": Field("attention_dropout", 0.0),
-        "residual_dropout": Field("resid_dropout", 0.0),
-        "embedding_dropout": Field("embed_dropout", 0.0),
+        "execution.attention_dropout": Field("attention_dropout", 0.0),
+        "execution.residual_dropout": Field("resid_dropout", 0.0),
+        "execution.embedding_dropout": Field("embed_dropout", 0.0),
     }
 )
 
@@ -118,8 +118,8 @@ NEOX: Fields = SIZES | {
     "out_bias": Field("attention_bias", True),
     "mlp_bias": True,
     "tied_head": Field("tie_word_embeddings", False),
-    "attention_dropout": Field("attention_dropout", 0.0),
-    "residual_dropout": Field("hidden_dropout", 0.0),
+    "execution.attention_dropout": Field("attention_dropout", 0.0),
+    "execution.residual_dropout": Field("hidden_dropout", 0.0),
     ROPE: rope(share="rotary_pct", fraction=0.25, base="rotary_emb_base"),
 }
 

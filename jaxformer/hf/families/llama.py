@@ -17,7 +17,7 @@ BASE: Fields = SIZES | {
     "norm_eps": Field("rms_norm_eps"),
     "mlp": Field("hidden_act", "silu", GATED),
     "tied_head": Field("tie_word_embeddings", False),
-    "attention_dropout": Field("attention_dropout", 0.0),
+    "execution.attention_dropout": Field("attention_dropout", 0.0),
     "position": "rope",
     "rope_layout": "half",
     ROPE: rope(),
@@ -74,7 +74,7 @@ def relative(architecture: str, fields: Fields, *, only: dict[str, Any] | None =
 
 def window_of(cfg: ModelConfig) -> int | None:
     """The one width of the layers that have a window; None where no layer has. Raises ValueError for several widths."""
-    widths = {layer.window for layer in cfg.layers} - {None}
+    widths = {layer.window for layer in cfg.layers if isinstance(layer.window, int)}
     if len(widths) > 1:
         raise ValueError(f"it has one width of window, the model {sorted(widths)}")
     return widths.pop() if widths else None
@@ -174,8 +174,8 @@ FAMILIES = {
         "Phi3ForCausalLM",
         {
             "window": window(),
-            "residual_dropout": Field("resid_pdrop", 0.0),
-            "embedding_dropout": Field("embd_pdrop", 0.0),
+            "execution.residual_dropout": Field("resid_pdrop", 0.0),
+            "execution.embedding_dropout": Field("embd_pdrop", 0.0),
             ROPE: Rule(_read_phi3_rope, _write_phi3_rope),
         },
         only={"attention_bias": False},
@@ -189,7 +189,7 @@ FAMILIES = {
             "norm_eps": Field("layer_norm_eps"),
             "qkv_bias": Field("use_qkv_bias", False),
             "residual": Field("use_parallel_residual", False, {True: "parallel", False: "pre", None: "pre"}),
-            "residual_dropout": Field("hidden_dropout", 0.0),
+            "execution.residual_dropout": Field("hidden_dropout", 0.0),
             ROPE: rope(share="partial_rotary_factor", fraction=0.25),
         },
         only={"qk_layernorm": False},

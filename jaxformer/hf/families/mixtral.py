@@ -21,7 +21,7 @@ def balance_loss(per_token: int) -> Rule:
     def read(reader: ConfigReader) -> float:
         return reader.number("router_aux_loss_coef", 0.001) * reader.integer("num_experts_per_tok", per_token)
 
-    return Rule(read, lambda cfg: {"router_aux_loss_coef": cfg.experts.balance_loss / cfg.experts.per_token})
+    return Rule(read, lambda cfg: {"router_aux_loss_coef": cfg.execution.balance_loss / cfg.experts.per_token})
 
 
 def expert_tensors(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Table:
@@ -37,10 +37,10 @@ def expert_tensors(block: str, gate: str = "gate_proj", up: str = "up_proj", dow
 MIXTRAL: Fields = {
     "d_ff": Rule(lambda reader: reader("intermediate_size")),  # that of experts is written
     "window": window(),
-    "experts.number": Field("num_local_experts", 8, aliases=("num_experts",)),
+    "experts.n_experts": Field("num_local_experts", 8, aliases=("num_experts",)),
     "experts.per_token": Field("num_experts_per_tok", 2),
     "experts.d_ff": Field("intermediate_size"),
-    "experts.balance_loss": balance_loss(2),
+    "execution.balance_loss": balance_loss(2),
 }
 
 
@@ -73,10 +73,10 @@ def _write_window(cfg: ModelConfig) -> dict[str, Any]:
 
 QWEN3_MOE: Fields = QWEN3 | {
     "window": Rule(_read_window, _write_window),
-    "experts.number": Field("num_experts", 128, aliases=("num_local_experts",)),
+    "experts.n_experts": Field("num_experts", 128, aliases=("num_local_experts",)),
     "experts.per_token": Field("num_experts_per_tok", 8),
     "experts.d_ff": Field("moe_intermediate_size", 768),
-    "experts.balance_loss": balance_loss(8),
+    "execution.balance_loss": balance_loss(8),
     "experts.normalize": Field("norm_topk_prob", False),
     "experts.layers": Rule(_read_sparse_layers, _write_sparse_layers),
 }

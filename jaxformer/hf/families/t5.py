@@ -81,9 +81,9 @@ FAMILIES = {
             "scale_head": Rule(
                 lambda reader: bool(_read_scaled(reader)), lambda cfg: {"scale_decoder_outputs": cfg.scale_head}
             ),
-            "residual_dropout": Field("dropout_rate", 0.1),
-            "attention_dropout": Field("dropout_rate", 0.1),
-            "embedding_dropout": Field("dropout_rate", 0.1),
+            "execution.residual_dropout": Field("dropout_rate", 0.1),
+            "execution.attention_dropout": Field("dropout_rate", 0.1),
+            "execution.embedding_dropout": Field("dropout_rate", 0.1),
         },
         _tensors,
         only={"is_encoder_decoder": True, "is_decoder": False},

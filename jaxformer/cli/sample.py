@@ -1,0 +1,277 @@
+"""Text from a trained model: ``python -m jaxformer.sample RUN "prompt"``. ``--help`` explains every option.
+
+A prompt is continued, as it comes; ``--interactive`` asks for one after another; ``--file`` takes one a line, in batches, and
+gives JSON lines. An encoder–decoder translates what it is given. ``--chat`` answers, where the model has a chat template.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import tyro
+
+from jaxformer.cli import pretrained
+from jaxformer.config.strict import Strict, within
+from jaxformer.decode.beam import beam_search
+from jaxformer.decode.programs import compilations
+from jaxformer.decode.sampling import Sampling
+from jaxformer.decode.stream import stream
+from jaxformer.nn import model
+
+DEFAULT = Sampling(temperature=0.8)
+Prompt = str | list[dict[str, str]]
+"""Text, or with --chat a conversation too: its messages, the last a user's."""
+
+
+@dataclass(frozen=True)
+class Options(Strict):
+    """What to load, what to continue, and how."""
+
+    run: tyro.conf.Positional[Path]
+    """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
+    prompt: tyro.conf.Positional[str | None] = None
+    """What to continue, or to translate; standard input unless given."""
+    interactive: bool = False
+    """Ask for one prompt after another; Ctrl-D ends."""
+    file: Path | None = None
+    """A file with a prompt a line."""
+    chat: bool = False
+    """A prompt is what a user says, and only the answer is shown. With --interactive the conversation goes on; an empty line
+    begins another."""
+    out: Path | None = None
+    """Where the JSON lines of --file go, standard output unless given. What an interrupted call wrote is gone on from."""
+    n: int = 1
+    """Outputs a prompt."""
+    max_new_tokens: int = 200
+    """Tokens in an output, at most."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an output."""
+    batch_size: int = 8
+    """Prompts of --file at a time."""
+    num_beams: int | None = None
+    """Beam search with so many hypotheses; 0: sampling. 4 for an encoder–decoder unless given, else 0."""
+    length_penalty: float = 1.0
+    """Beam search: above 0 favours longer outputs."""
+    seed: int = 0
+    """Of what is drawn."""
+    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
+    """How tokens are chosen."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        within(self, 1, math.inf, "n", "max_new_tokens", "batch_size")
+        within(self, 0, math.inf, "num_beams", "seed")
+        if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
+            raise ValueError("give one of: a prompt, --interactive, --file")
+        if self.chat and self.interactive and self.n > 1:
+            raise ValueError("a conversation goes on from one answer: --n 1")
+        if self.out is not None and self.file is None:
+            raise ValueError("--out goes with --file")
+        if self.file is not None and not self.file.is_file():
+            raise ValueError(f"no file {self.file}")
+
+
+class Writer:
+    """A loaded model, and what it makes of prompts."""
+
+    def __init__(self, options: Options):
+        self.cfg, params, self.tok = pretrained.load(options.run)
+        self.options, self._eos = options, pretrained.ends(options.run, self.tok)
+        self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
+        self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
+        self.asked = 0
+        """Prompts so far: what is drawn for the next depends on it."""
+        if self._beams and (options.sampling != DEFAULT or options.stop):
+            raise ValueError("beam search draws nothing and knows no --stop; give --num-beams 0 for options of sampling")
+        if self._beams and options.n > self._beams:
+            raise ValueError(f"--n {options.n} is more than --num-beams {self._beams}")
+
+    def pieces(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str, str, int]]:
+        """``(row, text, why it ended or "", tokens)`` as they come; row r·n + i is output i of prompt r."""
+        options, tok = self.options, self.tok
+        ids = [self.encode(prompt) for prompt in prompts]
+        given: dict[str, Any] = {}
+        if self.cfg.encoder_layers:
+            width = max(map(len, ids))
+            source = np.array([row + [max(tok.pad_id, 0)] * (width - len(row)) for row in ids])
+            given = {"source": source, "source_valid": np.arange(width) < np.array([len(row) for row in ids])[:, None]}
+        starts = None if given else ids
+        if self._beams:
+            yield from self._searched(starts, given)
+            return
+        key = jax.random.fold_in(jax.random.key(options.seed), self.asked)
+        self.asked += len(prompts)  # the next prompts draw anew
+        given |= {"sampling": options.sampling, "key": key, "num_return": options.n, "stop": options.stop, "eos": self._eos}
+        for piece in stream(self._params, starts, self.cfg, tok, max_new_tokens=options.max_new_tokens, **given):
+            yield piece.row, piece.text, piece.finish, len(piece.tokens)
+
+    def outputs(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]]]:
+        """For each prompt, n whole outputs: text, finish, tokens."""
+        found = [[{"text": "", "finish": "", "tokens": 0} for _ in range(self.options.n)] for _ in prompts]
+        for row, text, finish, tokens in self.pieces(prompts):
+            one: dict[str, Any] = found[row // self.options.n][row % self.options.n]
+            one.update(text=one["text"] + text, finish=finish, tokens=one["tokens"] + tokens)
+        return found
+
+    def settings(self) -> str:
+        """A short hash of all that outputs depend on, besides the prompt: the run and the options."""
+        options = dataclasses.replace(self.options, run=self.options.run.resolve(), file=None, out=None)
+        return hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The tokens to go on from. Raises ValueError for a prompt that cannot be had."""
+        if self.options.chat:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return self.tok.encode_chat(messages, add_generation_prompt=True)
+        ids = self.tok.encode_prompt(prompt)
+        return ids or [next(i for i in (self.tok.bos_id, self.tok.eos_id, self.tok.pad_id, 0) if i >= 0)]
+
+    def _searched(self, ids: list[list[int]] | None, given: dict) -> Iterator[tuple[int, str, str, int]]:
+        options, tok = self.options, self.tok
+        given |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
+        given |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        out = beam_search(self._params, ids, self.cfg, **given)
+        tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
+        for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
+            ended = line[length - 1] in self._eos
+            text = tok.decode(line[: length - ended].tolist())
+            yield row, text, "eos" if ended else "length", int(length)
+
+
+def show(writer: Writer, prompt: Prompt) -> str:
+    """Writes what comes of one prompt to standard output: one as it comes, several one after another. Returns the one."""
+    before = "" if writer.cfg.encoder_layers or writer.options.chat else prompt
+    if writer.options.n == 1:
+        print(before, end="", flush=True)
+        pieces = []
+        for _, text, _, _ in writer.pieces([prompt]):
+            print(text, end="", flush=True)
+            pieces.append(text)
+        print()
+        return "".join(pieces)
+    for number, one in enumerate(writer.outputs([prompt])[0], start=1):
+        print(f"--- {number} of {writer.options.n} ({one['finish']})")
+        print(f"{before}{one['text']}")
+    return ""
+
+
+def ask(writer: Writer) -> None:
+    """One prompt after another, until the input ends."""
+    said: list[dict[str, str]] = []
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        if writer.options.chat and not prompt:
+            said = []
+            continue
+        asked = [*said, {"role": "user", "content": prompt}]
+        try:
+            answer = show(writer, asked if writer.options.chat else prompt)
+            said = [*asked, {"role": "assistant", "content": answer}]
+        except ValueError as error:  # this prompt cannot be had; the next may
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print(" (stopped)")
+
+
+def write_all(writer: Writer) -> None:
+    """Every prompt of the file, in batches: JSON lines with prompt and outputs."""
+    from rich.console import Console
+    from rich.progress import track
+
+    options = writer.options
+    assert options.file is not None
+    prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
+    if not any(prompts):
+        raise ValueError(f"{options.file} is empty: it needs a prompt a line")
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            writer.encode(prompt)  # what cannot be had is said now, not after an hour
+        except ValueError as error:
+            raise ValueError(f"{options.file}, line {number}: {error}") from error
+    settings = writer.settings()
+    done = _written(options.out, prompts, settings)
+    writer.asked = done
+    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
+    starts = range(done, len(prompts), options.batch_size)
+    began, tokens = time.perf_counter(), 0
+    out = sys.stdout if options.out is None else options.out.open("a", encoding="utf-8")
+    console = Console(stderr=True)
+    if done:
+        console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
+    try:
+        for start in track(starts, "prompts", console=console, transient=True):
+            batch = prompts[start : start + options.batch_size]
+            for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
+                line = {"prompt": prompt, "outputs": outputs, "settings": settings}
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+                tokens += sum(one["tokens"] for one in outputs)
+            out.flush()
+    finally:
+        if out is not sys.stdout:
+            out.close()
+    seconds = time.perf_counter() - began
+    rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second"
+    console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
+
+
+def _written(out: Path | None, prompts: list[str], settings: str) -> int:
+    """How many of the prompts are in ``out`` already; a last line that broke off is taken away."""
+    if out is None or not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.split(b"\n")[:-1]
+    for number, line in enumerate(lines):
+        try:
+            found = json.loads(line)
+            known, with_ = found["prompt"], found["settings"]
+        except (ValueError, KeyError, TypeError):
+            known = with_ = None
+        if number >= len(prompts) or known != prompts[number]:
+            raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
+        if with_ != settings:
+            raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
+    if whole != content:
+        out.write_bytes(whole)
+    return len(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    options = tyro.cli(
+        Options,
+        args=arguments,
+        prog="python -m jaxformer.sample",
+        description=__doc__,
+        config=(tyro.conf.SuppressFixed,),  # the user's own function is no option
+    )
+    writer = Writer(options)
+    if options.file is not None:
+        write_all(writer)
+    elif options.interactive:
+        ask(writer)
+    else:
+        show(writer, sys.stdin.read().rstrip("\n") if options.prompt is None else options.prompt)
+
+
+def launch() -> None:
+    """The program: exits with a line that says what was wrong, where something was."""
+    try:
+        main()
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,373 @@
+"""What a model is: one frozen, hashable record, a static argument of ``jax.jit``."""
+
+import dataclasses
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxformer.config import execution as executions
+from jaxformer.config.components import BUILT_IN, has_fields, normalized
+from jaxformer.config.execution import Execution
+from jaxformer.config.strict import Derived, Strict, dtype_name, within
+from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
+
+COMPONENTS = tuple(BUILT_IN)
+BY_LAYER = ("attention", "mlp", "position", "residual", "window")
+"""Fields that may be a tuple with one value per layer."""
+KEY = frozenset("BTSDLVKGNHFPEJMCRQO")
+"""The letters of the dimension key; components may declare others."""
+DEFAULT = Execution()
+Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(Strict):
+    """A transformer. Letters in brackets are the dimension key's (see the package docstring).
+
+    The fields of this record, but for ``execution``, are the architecture: what function the parameters define. A checkpoint
+    fits every model of one architecture, whatever its ``execution``. The constructor and ``dataclasses.replace`` also take the
+    fields of ``Execution`` by keyword: ``dataclasses.replace(cfg, dtype="bfloat16")``.
+
+    ``attention``, ``mlp``, ``norm`` and ``position`` take a name, an import path or a component itself (see
+    ``jaxformer.config.components``); ``attention``, ``mlp``, ``position``, ``residual`` and ``window`` also a tuple with one
+    value per layer.
+
+    Raises ValueError, naming the field, for values that fit no model.
+    """
+
+    UNCHECKED = COMPONENTS
+
+    vocab_size: int
+    """[V] rows of the embedding table."""
+    d_model: int
+    """[D] width of the residual stream."""
+    n_layers: int
+    """[L] blocks of the decoder (or of the only stack)."""
+    n_heads: int
+    """[N = K·G] query heads."""
+    n_kv_heads: int = Derived(0)
+    """[K] key/value heads: n_heads (the default) is MHA, 1 is MQA, anything between GQA."""
+    head_dim: int = Derived(0)
+    """[H] width of a head; d_model / n_heads unless given."""
+    d_ff: int = Derived(0)
+    """[F] hidden width of the feed-forward; 4·d_model unless given."""
+    max_length: int = 2048
+    """[P] rows of a learned position table, and the length that decoding and training plan for."""
+    encoder_layers: int = 0
+    """Blocks of the encoder; above 0 the model is an encoder–decoder and its decoder has cross-attention."""
+    encoder_heads: int | None = None
+    """[N] heads of the encoder; n_heads unless given."""
+    encoder_d_ff: int | None = None
+    """[F] of the encoder; d_ff unless given."""
+    start_token: int | None = None
+    """Id that the target of an encoder–decoder starts with."""
+    causal: bool = True
+    """Whether a position sees only itself and what stands before it."""
+
+    attention: Any = "grouped"
+    """Attention component: grouped (MHA, GQA and MQA in one), latent, or 'package.module:name'."""
+    latent: Latent = Latent()
+    """Widths of latent attention (attention='latent')."""
+    mlp: Any = "gelu"
+    """Feed-forward component: relu, silu, gelu, gelu_tanh, swiglu, geglu, geglu_tanh, or 'package.module:name'."""
+    experts: Experts = Experts()
+    """Experts in place of the feed-forward, in all layers or some; their activation is the mlp's, which must be gated."""
+    norm: Any = "layer"
+    """Normalisation component: layer, rms, rms_plus (its gain is 1 + the parameter), or 'package.module:name'."""
+    position: Any = "rope"
+    """Position component: none, sinusoidal, sinusoidal_half, learned, rope, relative, or 'package.module:name'."""
+    residual: Residual | tuple[Residual, ...] = "pre"
+    """Where norms stand: pre, x + f(norm(x)); post, norm(x + f(x)), as in 2017, without the final norm that all others have;
+    parallel, x + attention(norm(x)) + mlp(norm'(x)); sandwich, x + norm'(f(norm(x))); branch, x + norm(f(x))."""
+
+    norm_eps: float = 1e-5
+    """Epsilon inside the root of a norm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_layout: Literal["interleaved", "half"] = "interleaved"
+    """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
+    rope_fraction: float = 1.0
+    """Share of every head's width that is rotated, from its start."""
+    rope_local_theta: float | None = None
+    """Base of the layers that have a window, whose frequencies are not scaled; rope_theta and rope_scaling unless given."""
+    rope_scaling: RopeScaling = RopeScaling()
+    """How the rotary frequencies are stretched (None: not at all)."""
+    position_offset: int = 0
+    """Row of a learned table that position 0 reads; the table has as many more."""
+    relative_buckets: int = 32
+    """[P] buckets of relative positions (position='relative')."""
+    relative_distance: int = 128
+    """Distance from which on all share the last bucket."""
+    window: int | tuple[int | None, ...] | None = None
+    """Keys that a query sees, itself included; one number for all layers, or one (None: all keys) a layer."""
+    attention_scale: float | None = None
+    """Multiplies the scores; 1/sqrt(H) unless given."""
+    attention_softcap: float | None = None
+    """c·tanh(scores / c) before the mask."""
+    logit_softcap: float | None = None
+    """c·tanh(logits / c)."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """Normalise queries and keys before RoPE: every head by itself, or all heads of a token together. True is "head"."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    out_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the feed-forward."""
+    tied_head: bool = False
+    """The head is the transposed embedding: one array, both uses."""
+    token_types: int = 0
+    """Kinds of tokens that are told apart by an embedding of their own (token_types= of the forward)."""
+    has_head: bool = True
+    """Whether the model has logits; without, only ``jf.hidden``."""
+    head_transform: bool = False
+    """A linear map with bias, the activation of the mlp and a norm before the head."""
+    pooler: bool = False
+    """A linear map and tanh of the first token (``jf.model.pooled``)."""
+    head_bias: bool = False
+    """Bias on the logits."""
+    mtp: bool = False
+    """A block more, which predicts the token after the next (``nn.mtp``)."""
+    scale_head: bool = False
+    """Multiply what the head reads by 1/sqrt(D)."""
+    embedding_norm: bool = False
+    """Normalise the embeddings, with their positions."""
+    scale_embedding: bool = False
+    """Multiply embeddings by sqrt(D); they are then initialised with std 1/sqrt(D)."""
+
+    init: Literal["fan_in", "xavier", "normal"] = "fan_in"
+    """Initial weights: fan_in, std 1/sqrt(inputs); xavier, uniform with variance 2/(inputs + outputs); normal, std init_std."""
+    init_std: float = 0.02
+    """Standard deviation of the embedding (unless scale_embedding) and, with init='normal', of every weight."""
+    scale_residual_init: bool = False
+    """Divide the initial weights that write into the residual stream by sqrt(2·layers), as GPT-2 does."""
+
+    param_dtype: str = "float32"
+    """Dtype that parameters are stored in."""
+    execution: Annotated[Execution, tyro.conf.arg(name="")] = DEFAULT
+    """How the model is computed and regularised in training."""
+
+    @classmethod
+    def keywords(cls) -> list[str]:
+        """Names that the constructor takes: fields, and those of ``Execution``."""
+        return [*super().keywords(), *executions.NAMES]
+
+    def __post_init__(self):
+        set_ = functools.partial(object.__setattr__, self)
+        for kind in COMPONENTS:
+            value = getattr(self, kind)
+            by_layer = isinstance(value, list) or type(value) is tuple  # a NamedTuple is one component
+            set_(kind, tuple(normalized(kind, v) for v in value) if by_layer else normalized(kind, value))
+        set_("param_dtype", dtype_name("param_dtype", self.param_dtype))
+        for name in ("n_kv_heads", "head_dim", "d_ff"):
+            set_(name, Derived(0) if getattr(self, name) is None else getattr(self, name))
+        if isinstance(self.qk_norm, bool):
+            set_("qk_norm", "head" if self.qk_norm else "none")
+        if self.rope_scaling is None:
+            set_("rope_scaling", RopeScaling())
+        for name in ("window", "residual"):
+            if isinstance(getattr(self, name), list):
+                set_(name, tuple(getattr(self, name)))
+        super().__post_init__()
+        within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
+        self._derive(set_)
+        self._check()
+
+    def _derive(self, set_):
+        if isinstance(self.n_kv_heads, Derived):
+            set_("n_kv_heads", Derived(self.n_heads))
+        if isinstance(self.head_dim, Derived):
+            if self.d_model % self.n_heads:
+                why = "give head_dim or change one"
+                raise ValueError(f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; {why}")
+            set_("head_dim", Derived(self.d_model // self.n_heads))
+        if isinstance(self.d_ff, Derived):
+            set_("d_ff", Derived(4 * self.d_model))
+
+    def _check(self):
+        within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
+        within(self, 0, math.inf, "encoder_layers", "token_types", "position_offset")
+        within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
+        positive = ["norm_eps", "rope_theta", "rope_local_theta", "init_std", "attention_scale", "attention_softcap"]
+        within(self, 0, math.inf, *positive, "logit_softcap", open_low=True)
+        within(self, 2, math.inf, "relative_buckets", "relative_distance")
+        within(self, 0, self.vocab_size, "start_token")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
+        for name in BY_LAYER:
+            value = getattr(self, name)
+            if type(value) is tuple and len(value) != self.n_layers:
+                raise ValueError(f"{name} has {len(value)} entries for n_layers={self.n_layers}")
+        for width in self.window if isinstance(self.window, tuple) else (self.window,):
+            if width is not None and width < 1:
+                raise ValueError(f"window={width} must be at least 1: a query sees itself")
+        if not 0 < self.rope_fraction <= 1:
+            raise ValueError(f"rope_fraction={self.rope_fraction} is outside (0, 1]")
+        if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            part = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
+            raise ValueError(f"{part}head_dim={self.head_dim} is odd: RoPE rotates pairs")
+        if self.head_transform and self.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
+            raise ValueError(f"head_transform has the mlp's activation: relu, silu, gelu or gelu_tanh, not {self.mlp!r}")
+        if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
+        if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.rotary_dim < 4:
+            raise ValueError(f"head_dim={self.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
+        if self.position != "rope" and self.rope_scaling.kind != "none":
+            raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
+        if self.position == "relative":
+            self._check_relative()
+        if self.execution.balance_rate and self.experts.n_experts and not self.experts.selection_bias:
+            raise ValueError("balance_rate changes the selection bias: set experts.selection_bias")
+        self.experts.check(self)
+        self.latent.check(self)
+        self._check_encoder()
+        self._check_letters()
+        self._check_by_layer()
+
+    def _check_letters(self):
+        for kind in COMPONENTS:
+            for letter, size in letters(getattr(self, kind), self).items():
+                if not (isinstance(letter, str) and len(letter) == 1 and letter.isascii() and letter.isupper()):
+                    raise ValueError(f"{kind} declares {letter!r}: a dimension is one letter from A to Z")
+                if letter in KEY:
+                    raise ValueError(f"{kind} declares the letter {letter!r}, which the dimension key has already")
+                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                    raise ValueError(f"{kind} declares {letter!r} of size {size!r}: it must be an integer of at least 1")
+
+    def _check_by_layer(self):
+        chosen = [name for name in BY_LAYER[:-1] if type(getattr(self, name)) is tuple]
+        if chosen and self.encoder_layers:
+            raise ValueError(f"{chosen[0]} by layer is not for encoder–decoders (encoder_layers above 0)")
+        if not chosen:
+            return
+        _ = self.layers  # each is checked as a config of its own
+
+    def _check_relative(self):
+        both_ways = bool(self.encoder_layers) or not self.causal
+        exact = self.relative_buckets // (4 if both_ways else 2)
+        if exact < 1:
+            raise ValueError(f"relative_buckets={self.relative_buckets} must be at least {4 if both_ways else 2}")
+        if self.relative_distance <= self.relative_buckets // 2:
+            half = f"half of relative_buckets={self.relative_buckets}"
+            raise ValueError(f"relative_distance={self.relative_distance} must be above {half}, one for each distance")
+
+    def _check_encoder(self):
+        fits = self.causal and self.has_head and not self.token_types and self.positions <= {"rope", "none"}
+        if self.mtp and (self.encoder_layers or not fits):
+            raise ValueError("mtp needs a causal decoder with a head, and position='rope' or 'none'")
+        if self.encoder_layers and self.residual == "parallel":
+            raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")
+        if self.encoder_layers:
+            try:
+                _ = self.encoder
+            except ValueError as error:  # its n_heads is our encoder_heads
+                raise ValueError("of the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
+        elif self.encoder_heads is not None or self.encoder_d_ff is not None:
+            raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
+
+    def with_execution(self, **changes: Any) -> "ModelConfig":
+        """The same architecture, computed with ``changes`` of ``Execution``'s fields."""
+        return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head's width is rotated."""
+        if self.attention == "latent":
+            return self.latent.rope_dim
+        return int(self.head_dim * self.rope_fraction)
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of every letter of the dimension key that the config fixes."""
+        sizes = {
+            "D": self.d_model,
+            "L": self.n_layers,
+            "K": self.n_kv_heads,
+            "G": self.n_heads // self.n_kv_heads,
+            "H": self.head_dim,
+            "F": self.d_ff,
+            "V": self.vocab_size,
+            "P": self.max_length,
+            "E": self.experts.n_experts,
+            "R": self.latent.rank,
+            "Q": self.latent.query_rank,
+            "O": self.d_model,
+        }
+        return {letter: size for letter, size in sizes.items() if size} | self.component_sizes
+
+    @functools.cached_property
+    def component_sizes(self) -> dict[str, int]:
+        """Sizes of the letters that components declare for themselves (of a layer's config: that layer's components)."""
+        sizes: dict[str, int] = {}
+        for kind in COMPONENTS:
+            sizes |= letters(getattr(self, kind), self)
+        return sizes
+
+    @functools.cached_property
+    def encoder(self) -> "ModelConfig":
+        """The config of an encoder–decoder's encoder: its own depth, nothing masked for causality."""
+        return dataclasses.replace(
+            self,
+            n_layers=self.encoder_layers,
+            n_heads=self.encoder_heads or self.n_heads,
+            d_ff=self.encoder_d_ff or self.d_ff,
+            encoder_layers=0,
+            encoder_heads=None,
+            encoder_d_ff=None,
+            causal=False,
+            window=None,
+        )
+
+    @functools.cached_property
+    def layers(self) -> tuple["ModelConfig", ...]:
+        """One config per layer: the same but for what is chosen by layer."""
+
+        def by_layer(name: str) -> tuple:
+            value = getattr(self, name)
+            return value if type(value) is tuple else (value,) * self.n_layers
+
+        rows = zip(*map(by_layer, BY_LAYER), map(self.experts.at, range(self.n_layers)), strict=True)
+        kinds = [dict(zip((*BY_LAYER, "experts"), row, strict=True)) for row in rows]
+        configs: list[ModelConfig] = []
+        for number, kind in enumerate(kinds):
+            first = kinds.index(kind)
+            configs.append(configs[first] if first < number else self._layer(number, **kind))
+        return tuple(configs)
+
+    def _layer(self, number: int, **kind: Any) -> "ModelConfig":
+        """The config of layer ``number``, without what another kind of layer has."""
+        if kind["attention"] != "latent":
+            kind["latent"] = Latent()
+        if kind["position"] != "rope":
+            kind["rope_scaling"] = RopeScaling()
+        elif kind["window"] is not None and self.rope_local_theta is not None:
+            kind |= {"rope_theta": self.rope_local_theta, "rope_scaling": RopeScaling()}
+        try:
+            return dataclasses.replace(self, **kind)
+        except ValueError as error:
+            raise ValueError(f"layer {number}: {error}") from error
+
+    @functools.cached_property
+    def positions(self) -> frozenset:
+        """The position components of the layers."""
+        return frozenset(self.position if type(self.position) is tuple else (self.position,))
+
+
+def letters(component: Any, cfg: ModelConfig) -> dict[str, int]:
+    """The dimensions that a component declares besides the key's: ``component.letters(cfg)``, sizes by letter."""
+    return component.letters(cfg) if has_fields(component) and hasattr(component, "letters") else {}
+
+
+_fields_init = ModelConfig.__init__
+
+
+@functools.wraps(_fields_init)
+def _init(self: ModelConfig, *args: Any, execution: Execution = DEFAULT, **fields: Any) -> None:
+    _fields_init(self, *args, **executions.routed(execution, fields))
+
+
+ModelConfig.__init__ = _init  # type: ignore[method-assign]

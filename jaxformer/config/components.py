@@ -1,0 +1,178 @@
+"""Components by name, by import path, or as objects with hyperparameters of their own.
+
+A component is anything with ``spec(cfg)`` and ``apply(params, x, ...)``: a module, a class, an instance. A config holds
+
+* the name of a built-in one, such as ``"swiglu"``;
+* an import path, ``"package.module:name"`` (``"package.module:"`` for a module that is itself the component), with
+  hyperparameters in parentheses where it is a dataclass: ``"package.module:Name(temperature=2.0)"``;
+* an instance of a frozen dataclass, whose fields are its hyperparameters. It is hashable, and is written to a file as its
+  import path and its fields.
+
+An object that no import path leads to (made inside a function, say) works too; only saving it is refused.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+BUILT_IN: dict[str, tuple[str, ...]] = {
+    "attention": ("grouped", "latent"),
+    "mlp": ("relu", "silu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"),
+    "norm": ("layer", "rms", "rms_plus"),
+    "position": ("none", "sinusoidal", "sinusoidal_half", "learned", "rope", "relative"),
+}
+"""Names of the built-in components of each kind, which the dicts ``CHOICES`` of ``jaxformer.nn`` define."""
+
+
+class Component(NamedTuple):
+    """The two functions that every component has. ``site`` says where a position component acts (``nn.position``);
+    ``key_value`` makes an attention component one that can cross, ``cache`` one that can decode (``nn.attention``)."""
+
+    spec: Callable[..., Any]
+    apply: Callable[..., Any]
+    site: str = "input"
+    key_value: Callable[..., Any] | None = None
+    cache: Callable[..., Any] | None = None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the known name most like ``name``, else a list of the known names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def resolve(kind: str, value: Any, choices: Mapping[str, Any]) -> Any:
+    """The component that a config's ``value`` stands for, of the built-in ``choices`` or of a user's own module."""
+    if not isinstance(value, str):
+        return value
+    return choices[value] if value in choices else imported(kind, value)
+
+
+def normalized(kind: str, value: Any) -> Any:
+    """``value`` as a config keeps it: a built-in name, an import path, an instance of a dataclass, or an object.
+
+    Raises ValueError for an unknown name, an import path that leads nowhere, and an object without spec and apply.
+    """
+    if isinstance(value, str) and value in BUILT_IN[kind]:
+        return value
+    component = imported(kind, value) if isinstance(value, str) else value
+    if getattr(component, "__name__", None) == f"jaxformer.nn.{kind}":
+        raise ValueError(f"{kind}={value!r} is what looks components up; give it one of: {', '.join(BUILT_IN[kind])}")
+    if isinstance(component, type) and dataclasses.is_dataclass(component):
+        component = _with_defaults(kind, value, component)
+    if not (hasattr(component, "spec") and hasattr(component, "apply")):
+        raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
+    if has_fields(component):
+        _check_hashable(kind, component)
+        return component
+    return value if isinstance(value, str) else path_of(component)
+
+
+def has_fields(component: Any) -> bool:
+    """Whether ``component`` is an instance of a dataclass: its fields are hyperparameters."""
+    return dataclasses.is_dataclass(component) and not isinstance(component, type)
+
+
+def _with_defaults(kind: str, value: Any, component: type) -> Any:
+    try:
+        return component()
+    except TypeError as error:
+        raise ValueError(f"{kind}={value!r} has hyperparameters without a default: {error}") from error
+
+
+def _check_hashable(kind: str, component: Any) -> None:
+    try:
+        hash(component)
+    except TypeError as error:
+        raise ValueError(
+            f"{kind}={component!r} is not hashable: declare it @dataclass(frozen=True), with tuples for lists"
+        ) from error
+
+
+@functools.cache
+def imported(kind: str, name: str) -> Any:
+    """What the import path ``name`` leads to, called with the hyperparameters in its parentheses if it has any."""
+    path, parenthesis, _ = name.partition("(")
+    module, colon, attribute = path.partition(":")
+    if not colon and "." not in path:
+        raise ValueError(f"unknown {kind} {name!r}{nearest(path, BUILT_IN.get(kind, ()))} (or give 'package.module:name')")
+    try:
+        value = importlib.import_module(module)
+    except (ImportError, ValueError, TypeError) as error:  # the last two for "" and for relative names
+        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error}") from error
+    for step in filter(None, attribute.split(".")):
+        if not hasattr(value, step):
+            raise ValueError(f"{kind}={name!r}: {module!r} has no {attribute!r}{nearest(step, vars(value))}")
+        value = getattr(value, step)
+    return _called(kind, name, value) if parenthesis else value
+
+
+def _called(kind: str, name: str, component: Any) -> Any:
+    """``component`` with the keyword literals that stand in the parentheses of ``name``."""
+    try:
+        call = ast.parse(name.partition(":")[2], mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ValueError(f"{kind}={name!r}: write hyperparameters as keywords, such as Name(temperature=2.0)") from error
+    return _constructed(kind, name, component, fields)
+
+
+def _constructed(kind: str, name: str, component: Any, fields: dict[str, Any]) -> Any:
+    if not (isinstance(component, type) and dataclasses.is_dataclass(component)):
+        raise ValueError(f"{kind}={name!r} is no dataclass, and takes no hyperparameters")
+    known = [field.name for field in dataclasses.fields(component)]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"{kind}={name!r} has no hyperparameter {field!r}{nearest(field, known)}")
+    return component(**fields)
+
+
+def path_of(component: Any) -> Any:
+    """The import path that leads to ``component``, or ``component`` itself where none does."""
+    if isinstance(component, ModuleType):
+        return component.__name__ + ":"
+    owners = (getattr(owner, "__module__", None) for owner in (component, getattr(component, "spec", None)))
+    likely = [sys.modules[name] for name in owners if name in sys.modules]
+    for module in (*likely, *list(sys.modules.values())):
+        if isinstance(module, ModuleType) and module.__name__ != "__main__":  # a script cannot be imported from elsewhere
+            for name, value in list(vars(module).items()):
+                if value is component:
+                    return f"{module.__name__}:{name}"
+    return component
+
+
+def to_plain(kind: str, value: Any) -> Any:
+    """A component as JSON can hold it: a string, or for an instance of a dataclass ``{"component": path, field: value, ...}``.
+
+    Raises ValueError for one that no import path leads to.
+    """
+    if isinstance(value, tuple):
+        return [to_plain(kind, one) for one in value]
+    path = value if isinstance(value, str) else path_of(type(value) if has_fields(value) else value)
+    if not isinstance(path, str):
+        raise ValueError(
+            f"{kind}={value!r} cannot be written to a file: define it at the top level of an importable module "
+            "(not of the script that runs), or give it as 'package.module:name'"
+        )
+    return {"component": path} | dataclasses.asdict(value) if has_fields(value) else path
+
+
+def from_plain(kind: str, value: Any) -> Any:
+    """What ``to_plain`` made ``value`` from. Raises ValueError where the import path or a field is not there any more."""
+    if isinstance(value, list):
+        return tuple(from_plain(kind, one) for one in value)
+    if not isinstance(value, dict):
+        return value
+    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name != "component"}
+    path = value.get("component")
+    if not isinstance(path, str):
+        raise ValueError(f"{kind}={value!r} names no component")
+    return _constructed(kind, path, imported(kind, path), fields)

@@ -1,0 +1,1 @@
+"""A config as a module of other libraries."""

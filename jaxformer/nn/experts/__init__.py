@@ -1,0 +1,1 @@
+"""Feed-forwards of experts: the router, and the way of tokens to their experts and back."""

@@ -1,0 +1,1 @@
+"""Attention as programs for TPUs and GPUs, and which of them serves a call."""

@@ -1,0 +1,154 @@
+"""Which program computes attention: plain XLA anywhere, the splash kernel on TPUs, cuDNN on GPUs. All give the same numbers;
+where one cannot, it says so while the model is traced.
+
+``attention_kernel="auto"`` takes the platform's own where it can, and plain XLA elsewhere; a kernel that is named is used or
+refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` is the whole
+of what each can.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxformer.config import ModelConfig
+from jaxformer.nn.attend import attend
+from jaxformer.nn.kernels import cudnn, splash
+from jaxformer.nn.kernels.call import AttentionCall
+from jaxformer.nn.mask import TokenInfo, visible
+from jaxformer.nn.named import label, listening
+from jaxformer.parallel.sharding import ACTIVATIONS, current, partition_spec, partitioned, platform
+
+log = logging.getLogger(__name__)
+
+
+LIMITS: dict[str, Callable[[AttentionCall], str | None]] = {
+    "xla": lambda call: None,
+    "splash": splash.limit,
+    "cudnn": cudnn.limit,
+}
+"""Of each kernel, why it cannot serve a call, or None where it can."""
+OF_PLATFORM = {"tpu": "splash", "gpu": "cudnn"}
+
+
+TYPICAL = AttentionCall(queries=4096, keys=4096, key_width=128, value_width=128, dtype="bfloat16")
+FEATURES: dict[str, dict] = {
+    "causal; MHA, GQA, MQA": {},
+    "not causal": {"causal": False},
+    "cross-attention": {"causal": False, "keys": 1024},
+    "padding": {"padding": True},
+    "segments (packed documents)": {"segments": True},
+    "segments and padding": {"segments": True, "padding": True},
+    "window": {"window": 1024},
+    "window on both sides": {"window": 1024, "causal": False},
+    "window and padding": {"window": 1024, "padding": True},
+    "soft-cap": {"softcap": 50.0},
+    "bias on the scores (relative positions)": {"bias": True},
+    "dropout on the weights": {"dropout": True},
+    "heads of width 64": {"key_width": 64, "value_width": 64},
+    "heads of width 80": {"key_width": 80, "value_width": 80},
+    "heads of width 256": {"key_width": 256, "value_width": 256},
+    "keys of width 192, values of 128": {"key_width": 192},
+    "float32": {"dtype": "float32"},
+    "float16": {"dtype": "float16"},
+    "lengths that do not divide by 128": {"queries": 1000, "keys": 1000},
+    "odd lengths, and padding or segments": {"queries": 999, "keys": 999, "padding": True},
+    "a sequence over 4 devices": {"shards": 4},
+    "query heads over devices, and not their keys (MQA)": {"heads_apart": True},
+}
+"""What ``table`` tells of: changes of a typical call."""
+
+
+def table() -> str:
+    """What each kernel can do, in Markdown; where one cannot, "auto" computes by plain XLA."""
+    own = [name for name in LIMITS if name != "xla"]
+    rows = [f"| | {' | '.join(own)} |", "|---" * (len(own) + 1) + "|"]
+    for feature, changed in FEATURES.items():
+        whys = (LIMITS[name](dataclasses.replace(TYPICAL, **changed)) for name in own)
+        rows.append(f"| {feature} | {' | '.join(f'no: {why}' if why else 'yes' for why in whys)} |")
+    return "\n".join(rows)
+
+
+def choose(cfg: ModelConfig, call: AttentionCall) -> str:
+    """The kernel for a call: plain XLA for those that read a cache. Raises ValueError where the one that
+    ``cfg.execution.attention_kernel`` names cannot serve it."""
+    named = cfg.execution.attention_kernel
+    if not call.ordered:
+        return "xla"
+    if named != "auto":
+        if why := LIMITS[named](call):
+            raise ValueError(f"attention_kernel={named!r} {why}; 'auto' computes this with plain XLA")
+        return named
+    own = OF_PLATFORM.get(platform(), "xla")
+    if own == "xla" or listening():  # whoever listens may want the weights, which only plain XLA makes
+        return "xla"
+    why = LIMITS[own](call)
+    _tell(own, why)
+    return "xla" if why else own
+
+
+@functools.cache
+def _tell(kernel: str, why: str | None) -> None:
+    """Says once what "auto" takes, and why not the device's own."""
+    if why is None:
+        log.info("attention: %s", kernel)
+    else:
+        log.warning("attention: plain XLA, which is slower: %s %s", kernel, why)
+
+
+def mix(
+    q_BKGTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    info: TokenInfo,
+    key_info: TokenInfo,
+    cfg: ModelConfig,
+    *,
+    crossing: bool = False,
+    scale: float | None = None,
+    bias: jax.Array | None = None,
+    dropout: bool = False,
+    observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+) -> jax.Array:
+    """``attend`` for queries and keys at their places, by the kernel that ``choose`` gives: [B, K, G, T, H], which
+    rematerialisation knows as "mixed".
+
+    crossing: all keys are visible, but padding. dropout: whether ``observe``, which sees the weights, is to drop some.
+    """
+    causal, window = (False, None) if crossing else (cfg.causal, cfg.window)
+    assert not isinstance(window, tuple)  # a layer's own
+    mesh = current()
+    _, own_keys, own_groups, own_times, _ = (
+        (None,) * 5 if mesh is None else partition_spec("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh)
+    )
+    call = AttentionCall(
+        q_BKGTH.shape[3],
+        k_BKSH.shape[2],
+        k_BKSH.shape[3],
+        v_BKSH.shape[3],
+        q_BKGTH.dtype.name,
+        causal,
+        window,
+        cfg.attention_softcap,
+        bias=bias is not None,
+        dropout=dropout,
+        padding=key_info.valid is not None,
+        segments=info.segment is not None and key_info.segment is not None,
+        ordered=info.ordered and key_info.ordered,
+        shards=1 if mesh is None or own_times is None else mesh.shape[own_times],
+        heads_apart=own_groups is not None and own_keys is None,
+        unplaced=platform() == "tpu" and mesh is None and partitioned(),
+    )
+    kernel = choose(cfg, call)
+    if kernel == "xla":
+        mask_BTS = visible(info, key_info, causal=causal, window=window)
+        softcap = cfg.attention_softcap
+        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
+        return checkpoint_name(mixed, label("mixed"))
+    scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "cudnn":
+        return checkpoint_name(cudnn.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale), label("mixed"))
+    return splash.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale)  # which labels what it keeps itself

@@ -1,0 +1,185 @@
+"""Where tensors lie on many devices: a mesh, and two short tables over the letters of the dimension key.
+
+A letter goes to the first axes of its row that are free in the tensor and divide its size. What finds none is replicated, and
+``table`` shows it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxformer.config import ModelConfig
+from jaxformer.config.spec import Param, walk
+from jaxformer.config.strict import Strict, within
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")
+"""The axes that a batch's rows are spread over."""
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "E": ("expert",),
+    "K": ("tensor",),
+    "G": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+    "D": ("fsdp",),
+    "R": ("fsdp",),
+    "Q": ("fsdp",),
+}
+IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
+"""``PARAMETERS`` of weights that are brought together to be used."""
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "B": ROWS,
+    "T": ("context",),
+    "K": ("tensor",),
+    "G": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+}
+
+
+@dataclass(frozen=True)
+class MeshConfig(Strict):
+    """How many devices there are along each axis of the mesh."""
+
+    data: int = 0
+    """Copies of the model, each with rows of its own; 0: as many as the other axes leave."""
+    fsdp: int = 1
+    """Devices that a copy's parameters and optimizer state are spread over; their rows too."""
+    expert: int = 1
+    """Devices that experts are spread over; their rows too."""
+    context: int = 1
+    """Devices that a sequence is spread over."""
+    tensor: int = 1
+    """Devices that heads, feed-forward width and vocabulary are spread over."""
+    slices: int = 1
+    """Groups of devices that only a slow network joins (of TPUs, slices; else machines): data alone goes over it."""
+    offload: bool = False
+    """Whether the optimizer's state waits in the memory of the hosts from one update to the next."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        within(self, 0, math.inf, "data", prefix="mesh.")
+        within(self, 1, math.inf, *AXES[1:], "slices", prefix="mesh.")
+        if self.data % self.slices:
+            near = -(-self.data // self.slices) * self.slices
+            raise ValueError(f"mesh.data={self.data} is no multiple of mesh.slices={self.slices}; the nearest is {near}")
+
+    def make(self, devices: list | None = None) -> Mesh:
+        """The mesh, its slices outermost along data; within a slice of TPUs, neighbours lie as their links do.
+
+        Raises ValueError where the devices are not a multiple of its axes, or not of so many slices.
+        """
+        devices = jax.devices() if devices is None else devices
+        own = math.prod(getattr(self, name) for name in AXES[1:])
+        data = self.data or max(1, len(devices) // own)
+        if data * own != len(devices):
+            sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
+            raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
+        if data % self.slices:
+            raise ValueError(f"{data} devices along data do not divide by mesh.slices={self.slices}")
+        shape = (data // self.slices, *(getattr(self, name) for name in AXES[1:]))
+        ordered = np.concatenate([_ordered(shape, part) for part in _slices(devices, self.slices)])
+        return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _slices(devices: list, count: int) -> list[list]:
+    """The devices of each slice: TPUs know theirs, others go by their process. All slices have as many."""
+    known = devices[0].platform == "tpu"
+    number = [(getattr(device, "slice_index", None) or 0) if known else device.process_index for device in devices]
+    found = sorted(set(number))
+    if known and len(found) != count:
+        raise ValueError(f"these devices are of {len(found)} slices, which mesh.slices={count} must say")
+    if len(found) % count and count > 1:
+        raise ValueError(f"mesh.slices={count} does not fit devices of {len(found)} processes")
+    place = {index: at * count // len(found) for at, index in enumerate(found)}
+    parts = [[d for d, index in zip(devices, number, strict=True) if place[index] == part] for part in range(count)]
+    if len(set(map(len, parts))) > 1:
+        raise ValueError(f"slices of {', '.join(str(len(part)) for part in parts)} devices: mesh.slices needs equal ones")
+    return parts
+
+
+def _ordered(shape: tuple[int, ...], devices: list) -> np.ndarray:
+    if devices[0].platform == "tpu":
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return np.asarray(devices).reshape(shape)
+
+
+def partition_spec(
+    letters: str, shape: tuple[int, ...], rules: dict[str, tuple[str, ...]], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """The axes of the mesh that each axis of a tensor is spread over."""
+    used: set[str] = set()
+    found: list[Any] = []
+    for letter, size in zip(letters, shape, strict=True):
+        own: list[str] = []
+        for axis in rules.get(letter, ()):
+            many = mesh.shape[axis]
+            if many > 1 and axis not in used and size % (many * math.prod(mesh.shape[name] for name in own)) == 0:
+                own.append(axis)
+        used.update(own)
+        found.append(tuple(own) if len(own) > 1 else own[0] if own else None)
+    return PartitionSpec(*found)
+
+
+def shardings(spec: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
+    """The ``NamedSharding`` of every parameter of a tree of ``Param``."""
+
+    def one(param: Param) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(param.dims, param.shape(cfg), PARAMETERS, mesh))
+
+    return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+
+
+def constrain(x: jax.Array, letters: str) -> jax.Array:
+    """An activation, where the table puts it on the mesh that is set (``jax.set_mesh``); as it is without one of ours."""
+    return _constrain(x, letters, ACTIVATIONS)
+
+
+def gathered(kernel: jax.Array, letters: str) -> jax.Array:
+    """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
+    to move activations instead."""
+    return _constrain(kernel, letters, IN_USE)
+
+
+def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
+    mesh = current()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, partition_spec(letters, x.shape, rules, mesh))
+
+
+def current() -> AbstractMesh | None:
+    """The mesh that is set, if it is one of ours and XLA spreads the program over it: not inside ``shard_map``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = not mesh.empty and set(mesh.axis_names) == set(AXES) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if ours else None
+
+
+def platform() -> str:
+    """What the program that is being traced is for, as far as is known: the devices of the mesh that is set, which need not be
+    of this process (a topology to compile for); without one, JAX's default. "cpu", "gpu" or "tpu"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    found = jax.default_backend() if device is None else device.platform
+    return "gpu" if found in ("cuda", "rocm") else found
+
+
+def partitioned() -> bool:
+    """Whether XLA may spread the program that is being traced over several devices: not where each device runs its own, as
+    inside ``shard_map`` and ``pmap``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() > 1 if mesh.empty else mesh.size > 1 and not mesh.are_all_axes_manual
+
+
+def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, str]]:
+    """``(path, letters, shape, placement)`` of every parameter, those that no axis takes last, the largest first."""
+    rows = []
+    for path, param in walk(spec):
+        shape = param.shape(cfg)
+        placed = partition_spec(param.dims, shape, PARAMETERS, mesh)
+        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, placed, strict=True) if axis is not None]
+        rows.append((not axes, -math.prod(shape), (path, param.dims, str(list(shape)), ", ".join(axes) or "replicated")))
+    return [row for _, _, row in sorted(rows)]

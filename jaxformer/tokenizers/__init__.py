@@ -1,0 +1,1 @@
+"""Tokenizers: trained here, or as published folders hold them."""

@@ -1,0 +1,136 @@
+"""Conversations as text, by the Jinja template that a published model brings.
+
+Templates are other people's programs: they run in Jinja's sandbox, see nothing but plain values, and an attribute that begins
+with an underscore, where the ways out of a sandbox begin, is an error.
+"""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jaxformer.config.components import nearest
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names that a message's reasoning is given under; templates read the first, some the second."""
+
+
+def choose(known: str | list[dict[str, str]] | None, wanted: str | None, tools: Any) -> str:
+    """A template: the one ``wanted``, by its name or whole, else the model's own, of several the one for what is asked."""
+    if isinstance(known, list):
+        named = {entry["name"]: entry["template"] for entry in known}
+        name = wanted or ("tool_use" if tools is not None and "tool_use" in named else "default")
+        if name in named:
+            return named[name]
+        if wanted is None:
+            raise ValueError(f"this model has several chat templates and no default: give one of {sorted(named)} as template")
+        if "{" not in wanted:
+            raise ValueError(f"no chat template {wanted!r}{nearest(wanted, named)}")
+    template = wanted if wanted is not None else known
+    if not isinstance(template, str):
+        raise ValueError("this tokenizer has no chat template; give one as template, or put a chat_template.jinja beside it")
+    return template
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    """What the template makes of a conversation. Raises ValueError where it refuses or fails."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError('messages must be a list of messages, such as [{"role": "user", "content": "Hello"}]')
+    if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError("tools must be a list of JSON schemas, each a dict")
+    given = {"documents": None, **variables, "tools": tools, "messages": [_message(m, i) for i, m in enumerate(messages)]}
+    values = {name: _plain(value, name) for name, value in given.items()}
+    compiled = _compiled(template)
+    try:
+        return compiled.render(values, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # raised by a program that we know nothing of: whatever it is, this conversation has no text
+        raise ValueError(f"the chat template: {error}") from error
+
+
+def strings(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """``(where, text)`` of every text in a value, keys too."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from strings(key, f"a key of {where}")
+            yield from strings(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            yield from strings(inner, f"{where}[{at}]")
+
+
+def _message(message: Any, at: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages[{at}] must be a dict with a role and its content, not {type(message).__name__}")
+    # Interfaces give content=None or tool_calls=None where there is none; templates print it, or ask only what is defined.
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy out of JSON's own types: the methods of anything else are not for templates to call."""
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, f"a key of {where}"): _plain(inner, f"{where}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
+    raise ValueError(f"{where} is {type(value).__name__}; a chat template takes text, numbers, lists and dicts")
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    environment = _environment()
+    try:
+        return environment.from_string(template)
+    except Exception as error:  # jinja2's own, and what its constant folding meets
+        raise ValueError(f"the chat template cannot be read: {error}") from error
+
+
+@functools.cache
+def _environment() -> Any:
+    try:
+        import jinja2
+        from jinja2 import ext, nodes, sandbox
+    except ImportError as error:
+        raise ValueError("chat templates need the package jinja2: install jaxformer[hf]") from error
+
+    class Generation(ext.Extension):
+        """``{% generation %}`` marks what the model writes; for the text it is not there."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    class Environment(sandbox.ImmutableSandboxedEnvironment):
+        def unsafe_undefined(self, obj, attribute):
+            if attribute.startswith("_"):  # Jinja would print nothing for it
+                raise jinja2.exceptions.SecurityError(f"access to attribute {attribute!r} is unsafe")
+            return super().unsafe_undefined(obj, attribute)
+
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        # Jinja's own escapes what HTML escapes.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
