@@ -1,4 +1,4 @@
-"""Commands for published folders: ``python -m jaxformer.hf info|import|export|verify``. ``--help`` after one explains it."""
+"""Commands for published folders: python -m jaxformer.hf info|import|export|verify. --help after one explains it."""
 
 import json
 import sys

@@ -4,7 +4,7 @@ the results, or is refused by name."""
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,13 @@ class ConfigReader:
             raise ValueError(f"config.json: {name}={value!r} is not supported; supported: {', '.join(map(repr, choices))}")
         return choices[value]
 
-    def agreed(self, names: Iterable[str], default: Any) -> Any:
-        """The value of a field that has several names. Raises ValueError where two of them differ."""
+    def agreed(self, names: Sequence[str], default: Any = MISSING) -> Any:
+        """The value of a field that has several names. Raises ValueError where two differ, or without a value and default."""
         values = {name: value for name in names if (value := self(name, None)) is not None}
         if any(value != values[name] for value in values.values() for name in values):
             raise ValueError(f"config.json: {values} are several values of one field")
+        if not values and default is MISSING:
+            raise ValueError(f"config.json has none of {', '.join(names)}")
         return next(iter(values.values()), default)
 
     def only(self, name: str, value: Any) -> None:

@@ -45,15 +45,13 @@ class Safetensors:
     """One file, or the shards that an index names."""
 
     def __init__(self, folder: Path):
-        index = folder / INDEX
-        if index.exists() and (folder / "model.safetensors").exists():
-            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: which of them is meant cannot be known")
+        index, single = folder / INDEX, folder / "model.safetensors"
+        if index.exists() and single.exists():
+            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: it is not known which of them is meant")
         if index.exists():
             self.entries = self._sharded(folder, index)
             return
-        files = (
-            [folder / "model.safetensors"] if (folder / "model.safetensors").exists() else sorted(folder.glob("*.safetensors"))
-        )
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
         if len(files) > 1:
             raise ValueError(f"{folder} has {len(files)} safetensors files and no {INDEX}")
         self.entries = _header(files[0])
@@ -83,7 +81,7 @@ class Safetensors:
         return entries
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor of that name: the file's own bytes, mapped for as long as the array lives, not to be written to."""
+        """The tensor of that name: the bytes of the file, mapped for as long as the array lives, and read-only."""
         entry = self.entries[name]
         before = entry.start % mmap.ALLOCATIONGRANULARITY
         dtype = jnp.dtype(entry.dtype)

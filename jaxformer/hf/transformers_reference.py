@@ -38,14 +38,14 @@ def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     if "greedy_prompt" in inputs or config.is_encoder_decoder:
         source = {key: ids(inputs[key]) for key in ("input_ids", "attention_mask")}
         prompt = source if config.is_encoder_decoder else {"input_ids": ids(inputs["greedy_prompt"])}
-        sequences, logits, _ = greedy(model, prompt, config.eos_token_id if config.is_encoder_decoder else None)
+        sequences, logits, _ = greedy(model, prompt, end_of(config) if config.is_encoder_decoder else None)
         arrays |= {"greedy_ids": sequences, "greedy_step_logits": logits}
     return arrays | gradients(model, inputs)
 
 
 def draw_inputs(rng: np.random.RandomState, config: Any, masked: bool) -> dict[str, np.ndarray]:
     """Random inputs for a model: ids without a special meaning, one of the rows padded. masked: labels for some of them."""
-    special = {config.pad_token_id, config.eos_token_id, getattr(config, "decoder_start_token_id", None)}
+    special = {config.pad_token_id, end_of(config), getattr(config, "decoder_start_token_id", None)}
     words = np.asarray([token for token in range(3, config.vocab_size) if token not in special])
     inputs = {"input_ids": rng.choice(words, (BATCH, LENGTH)), "attention_mask": np.ones((BATCH, LENGTH), np.int32)}
     inputs["attention_mask"][1, VALID:] = 0
@@ -57,12 +57,19 @@ def draw_inputs(rng: np.random.RandomState, config: Any, masked: bool) -> dict[s
         inputs["labels"] = np.where(chosen, rng.choice(words, (BATCH, LENGTH)), -100)
     if config.is_encoder_decoder:
         inputs["labels"] = rng.choice(words, (BATCH, TARGETS))
-        inputs["labels"][:, -1] = config.eos_token_id
+        if end_of(config) is not None:
+            inputs["labels"][:, -1] = end_of(config)
         inputs["decoder_input_ids"] = np.roll(inputs["labels"], 1, 1)
         inputs["decoder_input_ids"][:, 0] = config.decoder_start_token_id
     elif "token_type_ids" not in inputs:
         inputs["greedy_prompt"] = rng.choice(words, (1, PROMPT))
     return {name: array.astype(np.int32) for name, array in inputs.items()}
+
+
+def end_of(config: Any) -> int | None:
+    """The id that ends a text, the first of several; None where it is not known."""
+    eos = config.eos_token_id
+    return eos[0] if isinstance(eos, list) else eos
 
 
 def saved(model: Any) -> tuple[dict[str, np.ndarray], str]:

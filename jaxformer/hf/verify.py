@@ -161,7 +161,7 @@ def _greedy(cfg, params, ref, inputs, eos, pad) -> Iterator[Row]:
     ids = ref["greedy_ids"]
     if cfg.encoder_layers:
         new = ids[:, 1:]
-        out = generate(params, None, cfg, max_new_tokens=new.shape[1], eos=eos, pad=pad, **inputs)
+        out = generate(params, None, cfg, max_new_tokens=new.shape[1], eos=() if eos is None else eos, pad=pad, **inputs)
         logits = _forward(params, ids[:, :-1], cfg, inputs)
     else:
         start = ref["greedy_prompt"].shape[1]

@@ -122,7 +122,7 @@ def _mtp_tensors(name: str, table: Table) -> Table:
         | normed("mtp.hidden_norm", f"{name}.hnorm")
         | normed("mtp.norm", f"{name}.shared_head.norm")
     )
-    return layer | norms | joined(("mtp.join_token", "mtp.join_hidden"), f"{name}.eh_proj.weight", "F[D|D]")
+    return layer | norms | joined(("mtp.join_token", "mtp.join_hidden"), f"{name}.eh_proj.weight", "O[D|D]")
 
 
 FAMILIES = {

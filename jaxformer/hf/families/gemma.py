@@ -1,6 +1,5 @@
 """Gemma 1, 2 and 3 (text): LLaMA's tensors, other norms, windows by turns."""
 
-import functools
 from typing import Any
 
 from jaxformer.config import ModelConfig
@@ -17,20 +16,21 @@ ACTIVATION = Field("hidden_activation", None, {"gelu_pytorch_tanh": "geglu_tanh"
 OLD_ACTIVATION = Field("hidden_act", None, ACTIVATION.choices | {"gelu": "geglu_tanh"})  # type: ignore[operator]
 
 
-def _read_mlp(reader: ConfigReader, version: int) -> str:
-    """Only Gemma 1 goes by the older name of the activation."""
-    new, old = ACTIVATION.read(reader), OLD_ACTIVATION.read(reader)
-    if old and old != (new or (old if version == 1 else "geglu_tanh")):
-        raise ValueError(
-            f"config.json: hidden_act={reader('hidden_act')!r} and "
-            f"hidden_activation={reader('hidden_activation', None)!r} differ"
-        )
-    return new or old or "geglu_tanh"
+def _mlp(version: int) -> Rule:
+    """The row of the feed-forward. Only Gemma 1 goes by the older name of the activation."""
 
+    def read(reader: ConfigReader) -> str:
+        new, old = ACTIVATION.read(reader), OLD_ACTIVATION.read(reader)
+        if old and old != (new or (old if version == 1 else "geglu_tanh")):
+            names = f"hidden_act={reader('hidden_act')!r} and hidden_activation={reader('hidden_activation', None)!r}"
+            raise ValueError(f"config.json: {names} differ")
+        return new or old or "geglu_tanh"
 
-def _write_mlp(cfg: ModelConfig, version: int) -> dict[str, Any]:
-    values = ACTIVATION.write("mlp", cfg.mlp)
-    return values | ({"hidden_act": values["hidden_activation"]} if version == 1 else {})
+    def write(cfg: ModelConfig) -> dict[str, Any]:
+        values = ACTIVATION.write("mlp", cfg.mlp)
+        return values | ({"hidden_act": values["hidden_activation"]} if version == 1 else {})
+
+    return Rule(read, write)
 
 
 def _fields(version: int) -> Fields:
@@ -39,7 +39,7 @@ def _fields(version: int) -> Fields:
         "tied_head": Field("tie_word_embeddings", True),
         "norm": "rms_plus",
         "scale_embedding": True,
-        "mlp": Rule(functools.partial(_read_mlp, version=version), functools.partial(_write_mlp, version=version)),
+        "mlp": _mlp(version),
     }
 
 
