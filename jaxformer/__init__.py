@@ -26,14 +26,13 @@ from jaxformer.decode.stream import Piece, stream
 from jaxformer.explain import Explanation, explain
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
-from jaxformer.nn.attend import attend
-from jaxformer.nn.cache import Cache, init_cache
+from jaxformer.nn.attend import attend, mix
+from jaxformer.nn.cache import Cache, LayerCache
+from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
-from jaxformer.nn.kernels.select import mix
-from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import capture, listen, named
+from jaxformer.nn.named import capture, listen, multiply, named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -90,6 +89,7 @@ __all__ = [
     "mix",
     "mlp",
     "model",
+    "multiply",
     "named",
     "norm",
     "position",

@@ -14,7 +14,7 @@ from jaxformer.config.spec import Param
 from jaxformer.explain.explanation import TRAINING, Explanation, Kept, Row
 from jaxformer.explain.trace import Step, distinct, label, steps
 from jaxformer.nn import attention, mask, model
-from jaxformer.nn.cache import can_decode, layer_spec
+from jaxformer.nn.cache_spec import can_decode, layer_spec
 from jaxformer.parallel.mesh import check_batch
 from jaxformer.parallel.sharding import ACTIVATIONS, AXES, PARAMETERS, MeshConfig, partition_spec
 

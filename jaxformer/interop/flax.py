@@ -32,16 +32,16 @@ class Linen(linen.Module):
     cfg: ModelConfig
 
     @linen.compact
-    def __call__(self, tokens: Any, *, deterministic: bool = True, hidden: bool = False, **given: Any) -> Any:
+    def __call__(self, tokens: Any, *, deterministic: bool = True, hidden: bool = False, **inputs: Any) -> Any:
         """Logits [B, T, V] of tokens [B, T], or with ``hidden`` what the head reads, [B, T, D]; with cache=, a pair with it."""
 
-        def part(name: str) -> Any:
+        def parameter(name: str) -> Any:
             return self.param(name, lambda key: specs.init({name: model.spec(self.cfg)[name]}, self.cfg, key)[name])
 
-        params = {name: part(name) for name in model.spec(self.cfg)}
+        params = {name: parameter(name) for name in model.spec(self.cfg)}
         if not deterministic:
-            given["key"] = self.make_rng("dropout")
-        return (model.hidden if hidden else model.forward)(params, tokens, self.cfg, **given)
+            inputs["key"] = self.make_rng("dropout")
+        return (model.hidden if hidden else model.forward)(params, tokens, self.cfg, **inputs)
 
 
 class NNX(nnx.Module):
@@ -55,26 +55,26 @@ class NNX(nnx.Module):
         assert params is not None
         model.check(params, cfg)
         self.cfg, self.deterministic = cfg, True
-        for name, part in params.items():
-            setattr(self, name, _variables(part))
+        for name, tree in params.items():
+            setattr(self, name, _variables(tree))
 
     @property
     def params(self) -> dict:
         """The tree that every function of jaxformer takes."""
         return {name: _arrays(getattr(self, name)) for name in model.spec(self.cfg)}
 
-    def __call__(self, tokens: Any, *, hidden: bool = False, rngs: nnx.Rngs | None = None, **given: Any) -> Any:
+    def __call__(self, tokens: Any, *, hidden: bool = False, rngs: nnx.Rngs | None = None, **inputs: Any) -> Any:
         """Logits [B, T, V] of tokens [B, T], or with ``hidden`` what the head reads, [B, T, D]; with cache=, a pair with it."""
         if not self.deterministic:
             if rngs is None:
                 raise ValueError("dropout is on (module.train()): give rngs with a stream dropout, or call module.eval()")
-            given["key"] = rngs.dropout()
-        return (model.hidden if hidden else model.forward)(self.params, tokens, self.cfg, **given)
+            inputs["key"] = rngs.dropout()
+        return (model.hidden if hidden else model.forward)(self.params, tokens, self.cfg, **inputs)
 
 
 def _variables(tree: Any) -> Any:
-    return nnx.Dict({name: _variables(part) for name, part in tree.items()}) if isinstance(tree, dict) else nnx.Param(tree)
+    return nnx.Dict({name: _variables(branch) for name, branch in tree.items()}) if isinstance(tree, dict) else nnx.Param(tree)
 
 
 def _arrays(tree: Any) -> Any:
-    return {name: _arrays(part) for name, part in tree.items()} if isinstance(tree, nnx.Dict) else tree[...]
+    return {name: _arrays(branch) for name, branch in tree.items()} if isinstance(tree, nnx.Dict) else tree[...]
