@@ -21,7 +21,7 @@ class Source(NamedTuple):
 
     name: str
     layout: str
-    part: int = 0
+    number: int = 0
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
         """The shape of the file's tensor."""
@@ -43,14 +43,14 @@ class Source(NamedTuple):
         """A view of what is ours in the file's tensor, with an axis for each letter; and the letters."""
         letters, index = "", list[slice]()
         for slices in axes(self.layout):
-            number = self.part if len(slices) > 1 else 0
-            start = sum(count(before, sizes) for before in slices[:number])
-            index.append(slice(start, start + count(slices[number], sizes)))
-            letters += slices[number]
+            chosen = self.number if len(slices) > 1 else 0
+            start = sum(count(before, sizes) for before in slices[:chosen])
+            index.append(slice(start, start + count(slices[chosen], sizes)))
+            letters += slices[chosen]
         shape = [_size(letter, sizes) for letter in letters]
         view = np.reshape(tensor[tuple(index)], shape, copy=False)  # put writes to it: a copy would be an error
         for letter in re.findall(r"\d", letters):
-            view = view[(slice(None),) * letters.index(letter) + (self.part if _size(letter, sizes) > 1 else 0,)]
+            view = view[(slice(None),) * letters.index(letter) + (self.number if _size(letter, sizes) > 1 else 0,)]
             letters = letters.replace(letter, "", 1)
         return view, letters
 

@@ -159,9 +159,9 @@ def assemble(stored: Stored, arrays: dict, cfg: ModelConfig) -> np.ndarray:
     written: dict[int, np.ndarray] = {}
     for source, path, param, at in stored.slices:
         ours = np.asarray(arrays[path][at])
-        if source.part in written and not np.array_equal(written[source.part], ours):
+        if source.number in written and not np.array_equal(written[source.number], ours):
             raise ValueError(f"{path} has no tensor of its own in this family, and differs from the one it would share")
-        written[source.part] = ours
+        written[source.number] = ours
         source.put(tensor, ours, param.dims[len(at) :], sizes_of(param, cfg))
     return tensor
 
