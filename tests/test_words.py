@@ -56,4 +56,6 @@ def test_words_of_the_glossary_keep_their_meaning(path):
 
 def test_the_glossary_has_the_words_that_are_enforced():
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    assert {"kernel", "memory", "placement", "plan", "site"} <= set(re.findall(r"^\| \*\*(\w+)\*\* ✓ \|", glossary, re.MULTILINE))
+    assert {"kernel", "memory", "placement", "plan", "site"} <= set(
+        re.findall(r"^\| \*\*(\w+)\*\* ✓ \|", glossary, re.MULTILINE)
+    )

@@ -41,8 +41,10 @@ class Strict:
             value = getattr(self, field.name)
             if field.name in self.UNCHECKED or fits(value, field.type):
                 continue
-            if typing.get_origin(field.type) is Literal:
-                raise ValueError(f"unknown {field.name} {value!r}{nearest(value, typing.get_args(field.type))}")
+            if names := _names(field.type):
+                items = value if isinstance(value, tuple) else (value,)
+                wrong = next((item for item in items if item not in names), value)
+                raise ValueError(f"unknown {field.name} {wrong!r}{nearest(wrong, names)}")
             raise ValueError(f"{field.name}={value!r} must be {_described(field.type)}")
 
 
@@ -74,6 +76,15 @@ def within(record: Any, low: float, high: float, *names: str, open_low: bool = F
             least = f"above {low}" if open_low else f"at least {low}"
             most = "" if high == math.inf else f" and below {high}"
             raise ValueError(f"{prefix}{name}={value} must be {least}{most}")
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    """The names that a field takes, alone or by layer; none for a field that takes other values."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return ()
+    return next(filter(None, map(_names, typing.get_args(kind))), ())
 
 
 def _described(kind: Any) -> str:
