@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import attend, attention, block, embedding, head, mlp, stack
+from jaxformer.nn import attend, attention, block, embedding, mlp, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=2)
@@ -160,7 +160,7 @@ def test_without_a_listener_names_cost_nothing(cfg, monkeypatch):
         return primitives(jax.make_jaxpr(lambda params: jf.forward(params, tiny.tokens(cfg), cfg, **given))(params).jaxpr)
 
     marked = trace()
-    for module in (attention, block, embedding, head, mlp, stack):
+    for module in (attention, block, embedding, mlp, stack):
         monkeypatch.setattr(module, "named", lambda x, *_, **__: x)
     monkeypatch.setattr(attend, "checkpoint_name", lambda x, name: x)
     bare = trace()

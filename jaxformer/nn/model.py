@@ -16,9 +16,8 @@ from jaxformer.config.spec import Param, normal
 from jaxformer.nn import block, cache_spec, inputs, mtp, stack
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.dense import child, precision
-from jaxformer.nn.embedding import embed
-from jaxformer.nn.head import head, head_spec, require_config, require_head, square
-from jaxformer.nn.head import pooled as pooled
+from jaxformer.nn.embedding import embed, head, head_spec, require_config, require_head, square
+from jaxformer.nn.embedding import pooled as pooled
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import labels, scope

@@ -3,6 +3,7 @@
 An objective is any function ``(params, batch, rng) -> (total, sums)`` (see ``Objective``). ``next_token(cfg)`` is one.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
