@@ -11,7 +11,7 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     C expert capacity    R latent of keys and values   Q latent of queries
 """
 
-from jaxformer import decode, hf, training
+from jaxformer import data, decode, hf, training
 from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
 from jaxformer.config.components import Component
 from jaxformer.config.spec import Param, bias, gain, weight
@@ -71,6 +71,7 @@ __all__ = [
     "block",
     "capture",
     "compilations",
+    "data",
     "decode",
     "dense",
     "explain",
