@@ -15,6 +15,7 @@ from jaxformer import decode, hf, training
 from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
 from jaxformer.config.components import Component
 from jaxformer.config.spec import Param, bias, gain, weight
+from jaxformer.cost import Explanation, explain
 from jaxformer.data import DataConfig
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.generate import Generated, generate
@@ -23,17 +24,16 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
-from jaxformer.explain import Explanation, explain
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
-from jaxformer.nn.attend import attend
-from jaxformer.nn.cache import Cache, init_cache
+from jaxformer.nn.attend import attend, mix
+from jaxformer.nn.cache import Cache, LayerCache
+from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
-from jaxformer.nn.kernels.select import mix
-from jaxformer.nn.layer_cache import LayerCache
+from jaxformer.nn.listening import capture, listen
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import capture, listen, named
+from jaxformer.nn.named import multiply, named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -90,6 +90,7 @@ __all__ = [
     "mix",
     "mlp",
     "model",
+    "multiply",
     "named",
     "norm",
     "position",

@@ -37,7 +37,7 @@ def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
 
 
 def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
-    """What ends an output: the tokenizer's eos, and the ids that a published model ends with besides, such as a turn's end."""
+    """The ids that end an output: the tokenizer's eos, and those that a published model adds, such as the end of a turn."""
     path = locate(where) / GENERATION
     named = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
@@ -67,7 +67,7 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
 
 
 def write_run(directory: Path, config: run.Config, tok: Any) -> None:
-    """``run.write_run``, and the ids that the model of ``init.from`` ends with besides the tokenizer's eos."""
+    """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
     if multihost.first():
         where, begins = config.init.folder, not (directory / "config.json").exists()
         run.write_run(directory, config, tok)
@@ -95,12 +95,13 @@ def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
 
 
 def _shardings(like: Any) -> Any:
-    found = jax.tree.map(lambda shape: shape.sharding, like)
-    return found if like is not None and all(place is not None for place in jax.tree.leaves(found)) else None
+    shardings = jax.tree.map(lambda shape: shape.sharding, like)
+    known = like is not None and all(sharding is not None for sharding in jax.tree.leaves(shardings))
+    return shardings if known else None
 
 
 def _tokenizer(config: run.Config, cfg: ModelConfig) -> Any:
-    """That of the data where it is a path, else the model's own. Raises ValueError for one that does not fit the model."""
+    """The tokenizer of the data where it is a path, else the model's. Raises ValueError for one that does not fit the model."""
     asked, where = config.data.tokenizer, str(config.init.folder)
     made_here = asked in tokenizer.KINDS and asked != "byte"
     tok = tokenizer.load(locate(where, config.init.revision) if made_here else asked)

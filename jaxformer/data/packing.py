@@ -16,7 +16,7 @@ Batch = dict[str, np.ndarray]
 Rows = slice | np.ndarray
 """Which rows of each batch are made, by number."""
 ALL = slice(None)
-_PART = 1_000_000  # characters encoded as one: lets threads share a long document
+_PIECE = 1_000_000  # characters encoded as one: lets threads share a long document
 _GROUP = 4_000_000  # characters encoded between two conversions to arrays: bounds the memory that Python ints take
 
 
@@ -57,8 +57,8 @@ def encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> Stream:
 
 def _encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> bytes:
     arrays, lengths = [np.zeros(0, np.int32)], np.zeros(len(texts) + 1, np.int64)
-    for group in _groups(_parts(texts, _PART if tok.exact else None)):
-        encoded = tok.encode_batch([part for _, part, _ in group])
+    for group in _groups(_pieces(texts, _PIECE if tok.exact else None)):
+        encoded = tok.encode_batch([piece for _, piece, _ in group])
         for (owner, _, is_last), ids in zip(group, encoded, strict=True):
             if eos and is_last:
                 ids.append(tok.eos_id)
@@ -70,19 +70,19 @@ def _encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> bytes:
     return file.getvalue()
 
 
-def _parts(texts: Sequence[str], most: int | None) -> Iterator[tuple[int, str, bool]]:
-    """Every text in parts of ``most`` characters: its number, the part, whether it is the text's last."""
+def _pieces(texts: Sequence[str], most: int | None) -> Iterator[tuple[int, str, bool]]:
+    """Every text in pieces of ``most`` characters: the text's number, the piece, whether it is the text's last."""
     for owner, text in enumerate(texts):
         size = most or len(text) or 1
         for at in range(0, len(text) or 1, size):
             yield owner, text[at : at + size], at + size >= len(text)
 
 
-def _groups(parts: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
+def _groups(pieces: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, str, bool]]]:
     group, characters = [], 0
-    for part in parts:
-        group.append(part)
-        characters += len(part[1])
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece[1])
         if characters >= _GROUP:
             yield group
             group, characters = [], 0
@@ -93,7 +93,7 @@ def _groups(parts: Iterable[tuple[int, str, bool]]) -> Iterator[list[tuple[int, 
 def pad(sequences: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Sequences as rows of ids [B, width] int32 and valid [B, width] bool.
 
-    Valid goes by length, never by id: padding may share its id with eos. Raises ValueError for a longer sequence.
+    Validity depends on length, never on the id: padding may share its id with eos. Raises ValueError for a longer sequence.
     """
     ids = np.full((len(sequences), width), pad_id, np.int32)
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
@@ -112,7 +112,7 @@ def next_token(ids_BT1: np.ndarray, valid_BT1: np.ndarray) -> Batch:
 def windows(stream: Stream, starts_B: np.ndarray, length: int, pad_id: int, segment_documents: bool) -> Batch:
     """Rows of ``length`` tokens from each start, padded past the stream's end: a batch as ``next_token`` gives it.
 
-    With ``segment_documents`` also segments [B, T] int32 (1, 2, ... along the row; padding is its own) and positions [B, T]
+    With ``segment_documents`` also segments [B, T] int32 (1, 2, ... along the row; padding has its own) and positions [B, T]
     int32 (from 0 in every segment), and weights are 0 where token and target belong to different documents.
     """
     at_BT1 = starts_B[:, None] + np.arange(length + 1)
@@ -188,10 +188,12 @@ def target_bytes(batches: Batches, tok: Tokenizer) -> int:
 
 
 def iterate(train: Any, start: int = 0) -> Iterator[Batch]:
-    """``train[start], train[start + 1], ...``, prefetched by threads."""
+    """``train[start], train[start + 1], ...``; those of the library's own data sets are prefetched by threads."""
     import grain
 
     if start < 0:
         raise ValueError(f"start={start} must be a step of at least 0")
+    if not isinstance(train, grain.MapDataset):
+        return (train[step] for step in itertools.count(start))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(train.slice(slice(start, None)).to_iter_dataset(options))

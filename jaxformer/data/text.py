@@ -21,7 +21,7 @@ class Documents(NamedTuple):
     train: list[str]
     validation: list[str]
     cut: bool
-    """One document was cut in two, so that neither part ends where the document does."""
+    """One document was cut in two, so that neither half ends where the document does."""
 
 
 def documents(cfg: DataConfig) -> Documents:
@@ -67,7 +67,7 @@ def unit_hash(name: str) -> float:
 
 
 def absent(path: str) -> str:
-    """What to say of a path that does not exist: the part that is missing, and the nearest name beside it."""
+    """How to report a path that does not exist: the component that is missing, and the nearest name beside it."""
     folder, name = os.path.split(os.path.normpath(path))
     if not os.path.isdir(folder or "."):
         return f"{path} does not exist: there is no folder {folder}"
@@ -96,19 +96,19 @@ def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]
 
 
 def _read(pattern: str) -> dict[str, list[str]]:
-    """Documents by file; names are relative to the folder, or to the fixed part of the glob, with '/' between parts."""
+    """Documents by file; names are relative to the folder, or to the start of the glob that has no wildcards, with '/'."""
     if os.path.isfile(pattern):
-        root, found = Path(pattern).parent, [Path(pattern)]
+        root, paths = Path(pattern).parent, [Path(pattern)]
     elif os.path.isdir(pattern):
         root = Path(pattern)
-        found = [p for p in root.rglob("*") if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+        paths = [p for p in root.rglob("*") if not any(name.startswith(".") for name in p.relative_to(root).parts)]
     elif glob.has_magic(pattern):
         fixed = Path(pattern).parts
-        fixed = fixed[: next(i for i, part in enumerate(fixed) if glob.has_magic(part))]
-        root, found = Path(*fixed), [Path(p) for p in glob.glob(pattern, recursive=True)]
+        fixed = fixed[: next(i for i, name in enumerate(fixed) if glob.has_magic(name))]
+        root, paths = Path(*fixed), [Path(p) for p in glob.glob(pattern, recursive=True)]
     else:
         raise ValueError(absent(pattern))
-    by_name = {p.relative_to(root).as_posix(): p for p in found if p.is_file()}
+    by_name = {p.relative_to(root).as_posix(): p for p in paths if p.is_file()}
     if not by_name:
         raise ValueError(f"no file in folder {pattern}" if os.path.isdir(pattern) else f"no file matches {pattern!r}")
     files = {name: _documents_of(path) for name, path in sorted(by_name.items())}

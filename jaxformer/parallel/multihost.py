@@ -56,11 +56,11 @@ class DistributedConfig(Strict):
         super().__post_init__()
         within(self, 1, math.inf, "num_processes", "heartbeat_timeout", "start_timeout", prefix="distributed.")
         within(self, 0, math.inf, "process_id", prefix="distributed.")
-        given = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
-        absent = [f"distributed.{name}" for name, value in given.items() if value is None]
-        if self.auto and len(absent) < len(given):
+        fields = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
+        absent = [f"distributed.{name}" for name, value in fields.items() if value is None]
+        if self.auto and len(absent) < len(fields):
             raise ValueError("distributed.auto finds coordinator, num_processes and process_id itself: give it, or the three")
-        if 0 < len(absent) < len(given):
+        if 0 < len(absent) < len(fields):
             raise ValueError(f"processes find each other by three fields: {' and '.join(absent)} must be given too")
         if self.coordinator is not None and not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", self.coordinator):
             raise ValueError(f"distributed.coordinator={self.coordinator!r} must be host:port")
@@ -127,7 +127,7 @@ def _refuse_strangers() -> None:
 
 
 def _end(error: BaseException) -> None:
-    """Ends this process at once. To wait for the others, as Python's own exit does, would be to wait for those that hang."""
+    """Ends this process at once. To wait for the others, as Python's exit does, would be to wait for those that hang."""
     code = 1
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -179,8 +179,8 @@ def agree(what: str, value: Any) -> None:
         return
     text = to_json(value) if isinstance(value, Strict) else str(value)
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
-    found = multihost_utils.process_allgather(digest)
-    others = [number for number, row in enumerate(found) if (row != found[0]).any()]
+    digests = multihost_utils.process_allgather(digest)
+    others = [number for number, row in enumerate(digests) if (row != digests[0]).any()]
     if others:
         raise ValueError(f"process {', '.join(map(str, others))} has another {what} than process 0; this one: {text:.300}")
 
@@ -213,9 +213,9 @@ def whole(x: Any) -> np.ndarray:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """``jax.device_put`` of a tree that every process has whole: each fills its own devices."""
+    """``jax.device_put`` of a tree that every process holds completely: each fills its own devices."""
 
-    def one(x, sharding):
+    def put_one(x, sharding):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(lambda x: x, out_shardings=sharding)(x)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -223,8 +223,8 @@ def put(tree: Any, shardings: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
-        return jax.tree.map(lambda x: one(x, shardings), tree)
-    return jax.tree.map(one, tree, shardings)
+        return jax.tree.map(lambda x: put_one(x, shardings), tree)
+    return jax.tree.map(put_one, tree, shardings)
 
 
 @contextlib.contextmanager
@@ -256,8 +256,8 @@ def _anyone(asked: list[int]) -> Callable[[], bool]:
     before: list[jax.Array] = []
 
     def stop() -> bool:
-        own = bool(asked)
-        before.append(any_(jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([own]))))
+        asked_here = bool(asked)
+        before.append(any_(jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([asked_here]))))
         return len(before) > 1 and bool(before.pop(0))
 
     return stop

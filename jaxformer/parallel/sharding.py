@@ -47,7 +47,7 @@ class MeshConfig(Strict):
     """How many devices there are along each axis of the mesh."""
 
     data: int = 0
-    """Copies of the model, each with rows of its own; 0: as many as the other axes leave."""
+    """Copies of the model, each of which computes other rows; 0: as many as the other axes leave."""
     fsdp: int = 1
     """Devices that a copy's parameters and optimizer state are spread over; their rows too."""
     expert: int = 1
@@ -75,32 +75,32 @@ class MeshConfig(Strict):
         Raises ValueError where the devices are not a multiple of its axes, or not of so many slices.
         """
         devices = jax.devices() if devices is None else devices
-        own = math.prod(getattr(self, name) for name in AXES[1:])
-        data = self.data or max(1, len(devices) // own)
-        if data * own != len(devices):
+        per_copy = math.prod(getattr(self, name) for name in AXES[1:])
+        data = self.data or max(1, len(devices) // per_copy)
+        if data * per_copy != len(devices):
             sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
             raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
         if data % self.slices:
             raise ValueError(f"{data} devices along data do not divide by mesh.slices={self.slices}")
         shape = (data // self.slices, *(getattr(self, name) for name in AXES[1:]))
-        ordered = np.concatenate([_ordered(shape, part) for part in _slices(devices, self.slices)])
+        ordered = np.concatenate([_ordered(shape, group) for group in _slices(devices, self.slices)])
         return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _slices(devices: list, count: int) -> list[list]:
-    """The devices of each slice: TPUs know theirs, others go by their process. All slices have as many."""
+    """The devices of each slice: TPUs know theirs; of others, each process is one. All slices have equally many."""
     known = devices[0].platform == "tpu"
     number = [(getattr(device, "slice_index", None) or 0) if known else device.process_index for device in devices]
-    found = sorted(set(number))
-    if known and len(found) != count:
-        raise ValueError(f"these devices are of {len(found)} slices, which mesh.slices={count} must say")
-    if len(found) % count and count > 1:
-        raise ValueError(f"mesh.slices={count} does not fit devices of {len(found)} processes")
-    place = {index: at * count // len(found) for at, index in enumerate(found)}
-    parts = [[d for d, index in zip(devices, number, strict=True) if place[index] == part] for part in range(count)]
-    if len(set(map(len, parts))) > 1:
-        raise ValueError(f"slices of {', '.join(str(len(part)) for part in parts)} devices: mesh.slices needs equal ones")
-    return parts
+    groups = sorted(set(number))
+    if known and len(groups) != count:
+        raise ValueError(f"these devices belong to {len(groups)} slices: set mesh.slices={len(groups)}, not {count}")
+    if len(groups) % count and count > 1:
+        raise ValueError(f"mesh.slices={count} does not fit devices of {len(groups)} processes")
+    slice_of = {index: at * count // len(groups) for at, index in enumerate(groups)}
+    slices = [[d for d, index in zip(devices, number, strict=True) if slice_of[index] == at] for at in range(count)]
+    if len(set(map(len, slices))) > 1:
+        raise ValueError(f"slices of {', '.join(str(len(s)) for s in slices)} devices: mesh.slices needs equal ones")
+    return slices
 
 
 def _ordered(shape: tuple[int, ...], devices: list) -> np.ndarray:
@@ -114,25 +114,25 @@ def partition_spec(
 ) -> PartitionSpec:
     """The axes of the mesh that each axis of a tensor is spread over."""
     used: set[str] = set()
-    found: list[Any] = []
+    entries: list[Any] = []
     for letter, size in zip(letters, shape, strict=True):
-        own: list[str] = []
+        axes: list[str] = []
         for axis in rules.get(letter, ()):
             many = mesh.shape[axis]
-            if many > 1 and axis not in used and size % (many * math.prod(mesh.shape[name] for name in own)) == 0:
-                own.append(axis)
-        used.update(own)
-        found.append(tuple(own) if len(own) > 1 else own[0] if own else None)
-    return PartitionSpec(*found)
+            if many > 1 and axis not in used and size % (many * math.prod(mesh.shape[name] for name in axes)) == 0:
+                axes.append(axis)
+        used.update(axes)
+        entries.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*entries)
 
 
 def shardings(spec: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     """The ``NamedSharding`` of every parameter of a tree of ``Param``."""
 
-    def one(param: Param) -> NamedSharding:
+    def sharding(param: Param) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(param.dims, param.shape(cfg), PARAMETERS, mesh))
 
-    return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(sharding, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
@@ -140,10 +140,10 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
     return _constrain(x, letters, ACTIVATIONS)
 
 
-def gathered(kernel: jax.Array, letters: str) -> jax.Array:
+def gathered(weight: jax.Array, letters: str) -> jax.Array:
     """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
     to move activations instead."""
-    return _constrain(kernel, letters, IN_USE)
+    return _constrain(weight, letters, IN_USE)
 
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
@@ -163,13 +163,13 @@ def platform() -> str:
     of this process (a topology to compile for); without one, JAX's default. "cpu", "gpu" or "tpu"."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
-    found = jax.default_backend() if device is None else device.platform
-    return "gpu" if found in ("cuda", "rocm") else found
+    name = jax.default_backend() if device is None else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def partitioned() -> bool:
-    """Whether XLA may spread the program that is being traced over several devices: not where each device runs its own, as
-    inside ``shard_map`` and ``pmap``."""
+    """Whether XLA may spread the program that is being traced over several devices: not where each device runs its
+    own program, as inside ``shard_map`` and ``pmap``."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() > 1 if mesh.empty else mesh.size > 1 and not mesh.are_all_axes_manual
 
@@ -179,7 +179,7 @@ def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, 
     rows = []
     for path, param in walk(spec):
         shape = param.shape(cfg)
-        placed = partition_spec(param.dims, shape, PARAMETERS, mesh)
-        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, placed, strict=True) if axis is not None]
+        spec_of_axes = partition_spec(param.dims, shape, PARAMETERS, mesh)
+        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, spec_of_axes, strict=True) if axis is not None]
         rows.append((not axes, -math.prod(shape), (path, param.dims, str(list(shape)), ", ".join(axes) or "replicated")))
     return [row for _, _, row in sorted(rows)]

@@ -38,7 +38,7 @@ class Tokenizer:
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of ``text`` as the model is used to be given it: with the bos or the end that a published tokenizer's own rule
+        """Ids of ``text`` as the model expects a prompt: with the bos or the end that a published tokenizer's own rule
         puts there. Text that looks like a control token is text."""
         return self.encode(text)
 
@@ -59,7 +59,7 @@ class Tokenizer:
     ) -> str:
         """A conversation as the text its model expects. messages: such as ``{"role": "user", "content": "Hello"}``.
         add_generation_prompt: go on to where the answer begins. tools: JSON schemas of functions. template: another than the
-        model's own, or the name of one of those it has. variables: what else the template takes.
+        model's own, or the name of one of several. variables: further values that the template takes.
 
         Raises ValueError where there is no template, and where the template refuses or fails.
         """

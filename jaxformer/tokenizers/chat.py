@@ -17,7 +17,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def choose(known: str | list[dict[str, str]] | None, wanted: str | None, tools: Any) -> str:
-    """A template: the one ``wanted``, by its name or whole, else the model's own, of several the one for what is asked."""
+    """A template: the one ``wanted``, by its name or its text, else the model's own; of several, the one that fits
+    the call."""
     if isinstance(known, list):
         named = {entry["name"]: entry["template"] for entry in known}
         name = wanted or ("tool_use" if tools is not None and "tool_use" in named else "default")
@@ -45,8 +46,8 @@ def render(
         raise ValueError('messages must be a list of messages, such as [{"role": "user", "content": "Hello"}]')
     if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError("tools must be a list of JSON schemas, each a dict")
-    given = {"documents": None, **variables, "tools": tools, "messages": [_message(m, i) for i, m in enumerate(messages)]}
-    values = {name: _plain(value, name) for name, value in given.items()}
+    context = {"documents": None, **variables, "tools": tools, "messages": [_message(m, i) for i, m in enumerate(messages)]}
+    values = {name: _plain(value, name) for name, value in context.items()}
     compiled = _compiled(template)
     try:
         return compiled.render(values, add_generation_prompt=add_generation_prompt)
@@ -77,7 +78,7 @@ def _message(message: Any, at: int) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy out of JSON's own types: the methods of anything else are not for templates to call."""
+    """A copy that consists of JSON's types: templates must not call the methods of anything else."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -95,7 +96,7 @@ def _compiled(template: str) -> Any:
     environment = _environment()
     try:
         return environment.from_string(template)
-    except Exception as error:  # jinja2's own, and what its constant folding meets
+    except Exception as error:  # jinja2's errors, and whatever its constant folding raises
         raise ValueError(f"the chat template cannot be read: {error}") from error
 
 
@@ -126,7 +127,7 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # Jinja's own escapes what HTML escapes.
+        # Jinja's filter of this name escapes for HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])

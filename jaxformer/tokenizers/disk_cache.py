@@ -12,16 +12,16 @@ _DIGEST = hashlib.sha256().digest_size
 
 def folder() -> Path:
     """``$JAXFORMER_CACHE``, else ``$XDG_CACHE_HOME/jaxformer``, else ``~/.cache/jaxformer``."""
-    if own := os.environ.get("JAXFORMER_CACHE"):
-        return Path(own)
+    if directory := os.environ.get("JAXFORMER_CACHE"):
+        return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
 
 
-def key(*parts: str | int | Iterable[str]) -> str:
-    """Hex hash of strings, numbers and sequences of strings, lengths included, so that no part runs into the next."""
+def key(*values: str | int | Iterable[str]) -> str:
+    """Hex hash of strings, numbers and sequences of strings, lengths included, so that no value runs into the next."""
     digest = hashlib.sha256()
-    for part in parts:
-        texts = [str(part)] if isinstance(part, str | int) else list(part)
+    for value in values:
+        texts = [str(value)] if isinstance(value, str | int) else list(value)
         digest.update(b"%d;" % len(texts))
         for text in texts:
             data = text.encode("utf-8")

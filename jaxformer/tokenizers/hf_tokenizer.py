@@ -19,7 +19,7 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
 class Published(Tokenizer):
-    """A Hugging Face tokenizer: the bytes of its tokenizer.json, and what ``companions.read`` found beside it.
+    """A Hugging Face tokenizer: the bytes of its tokenizer.json, and what ``tokenizer_config.read`` read beside it.
 
     Control ids are those of the tokens that the files call special. Added tokens that are not, such as Qwen3's ``"<think>"``,
     are ordinary text that has one id. Where the model has no pad, padding is eos, or id 0.
@@ -35,7 +35,7 @@ class Published(Tokenizer):
         try:
             self._tok: Any = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # tokenizers raises whatever its parsers raise
-            raise ValueError(f"not a whole Hugging Face tokenizer: {error}") from error
+            raise ValueError(f"not a complete Hugging Face tokenizer: {error}") from error
         self._tok.no_truncation()  # both are settings of whoever saved the file, not of the tokenizer
         self._tok.no_padding()
         self._lock = threading.Lock()
@@ -71,9 +71,9 @@ class Published(Tokenizer):
             name = token["content"]
             if self._tok.token_to_id(name) is None:
                 self._tok.add_tokens([kind(name, **{flag: token[flag] for flag in FLAGS if flag in token})])
-            found = self._tok.token_to_id(name)
-            if found != i:  # tokenizers gives the next free id, whatever the file says
-                raise ValueError(f"added token {name!r} cannot have id {i}: it gets {found}")
+            given_id = self._tok.token_to_id(name)
+            if given_id != i:  # tokenizers gives the next free id, whatever the file says
+                raise ValueError(f"added token {name!r} cannot have id {i}: it gets {given_id}")
         added = {token.content: token for token in self._tok.get_added_tokens_decoder().values()}
         for name in sorted(tokenizer_config.control_names(self._config)):
             if self._tok.token_to_id(name) is not None:
@@ -102,15 +102,15 @@ class Published(Tokenizer):
         return self._silent  # without id 0 where there is nothing to pad with: it is text
 
     def encode_batch(self, texts):
-        found = self._encode(texts, split_special=True)
-        for text, ids in zip(texts, found, strict=True):
+        encoded = self._encode(texts, split_special=True)
+        for text, ids in zip(texts, encoded, strict=True):
             if not self._controls.isdisjoint(ids):
                 name = next(self._special[i] for i in ids if i in self._controls)
                 raise ValueError(f"this tokenizer makes the control id of {name!r} of plain text, in {text[:80]!r}")
-        return found
+        return encoded
 
     def encode_prompt(self, text):
-        self.encode(text)  # refuses what is no text, or has control ids of its own
+        self.encode(text)  # refuses what is not text, or would become control ids
         return self._encode([text], split_special=True, post_process=True)[0]
 
     def _with_controls(self, text):
@@ -122,7 +122,7 @@ class Published(Tokenizer):
         with self._lock:  # it is a state of the tokenizer: another thread's text must not get this one's
             self._tok.encode_special_tokens = split_special
             try:
-                return [one.ids for one in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
+                return [encoding.ids for encoding in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
             except Exception as error:  # such as a character that a vocabulary without an unknown token does not have
                 raise ValueError(f"text without ids: {error}") from error
 
@@ -134,7 +134,7 @@ class Published(Tokenizer):
         return self._tok.decoder.decode([token for token in tokens if token is not None])
 
     def _lost(self, ids: Sequence[int]) -> set[int]:
-        """Indices of the byte tokens that belong to no character. tokenizers would give up the whole characters beside them
+        """Indices of the byte tokens that belong to no character. tokenizers would give up the intact characters beside them
         too, and what has been streamed would not be what is decoded in the end; SentencePiece does as we do."""
         lost: set[int] = set()
         if self._byte_ids.keys().isdisjoint(ids):
@@ -174,8 +174,8 @@ class Published(Tokenizer):
         self, messages, add_generation_prompt=False, tools=None, template=None, *, allow_special=False, **variables
     ):
         text = self.chat(messages, add_generation_prompt, tools, template, **variables)
-        for where, part in chat.strings({"messages": messages, "tools": tools, **variables}, "the chat"):
-            if not allow_special and (name := self._control_in(part)):
+        for where, text_of_chat in chat.strings({"messages": messages, "tools": tools, **variables}, "the chat"):
+            if not allow_special and (name := self._control_in(text_of_chat)):
                 raise ValueError(
                     f"{where} holds {name!r}, which would become a control id of the conversation; "
                     "give allow_special=True if that is meant"
@@ -208,14 +208,14 @@ def unknown(model: dict[str, Any]) -> str | None:
     return model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
 
 
-def steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Those of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+def steps(stage: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder, with those of its sequences one by one."""
     for name in ("normalizers", "pretokenizers", "decoders"):
-        if part and part["type"] == "Sequence" and name in part:
-            for inner in part[name]:
+        if stage and stage["type"] == "Sequence" and name in stage:
+            for inner in stage[name]:
                 yield from steps(inner)
-    if part and part["type"] != "Sequence":
-        yield part
+    if stage and stage["type"] != "Sequence":
+        yield stage
 
 
 def keeps_text(file: dict[str, Any], alphabet: frozenset[str]) -> bool:

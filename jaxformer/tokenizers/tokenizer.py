@@ -105,7 +105,7 @@ class SentencePiece(Tokenizer):
         spans = [span for group in groups for span in group]
         encoded = self._model.encode([span.encode() for span in spans], num_threads=min(8, os.cpu_count() or 1))
         pairs = zip(spans, encoded, strict=True)
-        ids = (self._space if self.exact and span == _SPACE else found for span, found in pairs)
+        ids = (self._space if self.exact and span == _SPACE else encoded for span, encoded in pairs)
         return [list(itertools.chain.from_iterable(itertools.islice(ids, len(group)))) for group in groups]
 
     def _decode(self, ids):
@@ -132,24 +132,24 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """
     if str(path) == "byte":
         return Bytes()
-    found = Path(path)
-    if str(path) in KINDS and not found.exists():
+    file = Path(path)
+    if str(path) in KINDS and not file.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
-    if found.is_dir():
+    if file.is_dir():
         # The models that have both were made with the .model; tokenizer.json is what transformers uses.
-        names = [name for name in (Tokenizer.file, SentencePiece.file) if (found / name).is_file()]
+        names = [name for name in (Tokenizer.file, SentencePiece.file) if (file / name).is_file()]
         if not names:
             raise ValueError(f"folder {path} holds neither {SentencePiece.file} nor {Tokenizer.file}")
-        found = found / names[0]
-    if not found.is_file():
-        siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
-        hint = nearest(found.name, [*KINDS, *siblings])
+        file = file / names[0]
+    if not file.is_file():
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        hint = nearest(file.name, [*KINDS, *siblings])
         raise ValueError(f"tokenizer {path!s} does not exist{hint if 'did you mean' in hint else ''}")
-    data = found.read_bytes()
+    data = file.read_bytes()
     try:
-        return _from_json(data, found.parent) if found.suffix == ".json" else SentencePiece(data)
+        return _from_json(data, file.parent) if file.suffix == ".json" else SentencePiece(data)
     except ValueError as error:
-        raise ValueError(f"{found}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def train(kind: str, texts: Sequence[str], vocab_size: int = 4096) -> Tokenizer:

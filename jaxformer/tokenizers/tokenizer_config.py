@@ -15,8 +15,8 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises ValueError that names the file with something wrong.
     """
-    own = _object(folder / CONFIG)
-    config = {**_object(folder / "special_tokens_map.json"), **own}
+    tokenizer_config = _object(folder / CONFIG)
+    config = {**_object(folder / "special_tokens_map.json"), **tokenizer_config}
     for name in NAMED:
         if name not in config:  # null means that there is none, whatever ids the model's config may hold
             config[name] = _id(folder, f"{name}_id")
@@ -31,8 +31,8 @@ def read(folder: Path) -> dict[str, Any]:
     files = {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:
-        found = [{"name": name, "template": _text(path)} for name, path in files.items()]
-        config["chat_template"] = found[0]["template"] if files.keys() == {"default"} else found
+        templates = [{"name": name, "template": _text(path)} for name, path in files.items()]
+        config["chat_template"] = templates[0]["template"] if files.keys() == {"default"} else templates
     template = config.get("chat_template")
     entries = template if isinstance(template, list) else [{"name": "default", "template": template or ""}]
     if not all(isinstance(entry, dict) and _is_text(entry.get("name"), entry.get("template")) for entry in entries):

@@ -1,4 +1,4 @@
-"""Files of SentencePiece models: training one, and telling a whole one from a truncated one."""
+"""Files of SentencePiece models: training one, and telling a complete one from a truncated one."""
 
 import io
 import itertools
@@ -56,7 +56,7 @@ def train(kind: str, sample: Sequence[str], vocab_size: int) -> bytes:
 def is_whole(model: bytes) -> bool:
     """Whether the bytes have the outer form of a .model file: pieces, then the settings of trainer and normalizer.
 
-    SentencePiece itself accepts a file that was cut between two pieces, and would then go by default settings.
+    SentencePiece itself accepts a file that was cut between two pieces, and would then use default settings.
     """
     return {2, 3} <= _message_fields(model)
 
