@@ -9,13 +9,13 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
-from jaxformer.parallel.mesh import state_shardings
 
 import jaxformer as jf
+from jaxformer.parallel.placement import state_shardings
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training.ema import ema_params
 from jaxformer.training.optim import learning_rate, optimizer
-from jaxformer.training.update import TrainState
+from jaxformer.training.update import TrainState, init_state, param_shardings
 from tests import states, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -304,8 +304,8 @@ def test_states_lie_where_their_parameters_do(name):
     cfg = dataclasses.replace(tiny.PRESETS["deepseek"], param_dtype="bfloat16")
     transform = optimizer(jf.OptimConfig(name, ema=0.9), cfg, 10)
     params = jf.spec.abstract(jf.model.spec(cfg), cfg)
-    state = TrainState(jnp.int32(0), params, jax.eval_shape(transform.init, params), jax.random.key(0))
-    where = state_shardings(jax.eval_shape(lambda: state), cfg, MeshConfig(fsdp=4, expert=2).make())
+    state = jax.eval_shape(lambda params: init_state(params, transform, jax.random.key(0)), params)
+    where = state_shardings(state, param_shardings(cfg, MeshConfig(fsdp=4, expert=2).make()))
     assert jax.tree.structure(where.opt_state) == jax.tree.structure(state.opt_state)
     query = where.params["decoder"]["layers"]["attention"]["query"]
     assert query.spec != PartitionSpec()

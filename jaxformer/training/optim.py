@@ -124,24 +124,35 @@ def learning_rate(cfg: OptimConfig, step: jax.Array, steps: int) -> jax.Array:
     return jnp.asarray(cfg.lr * jnp.where(warm < 1, warm, SCHEDULES[cfg.schedule](cfg, step, steps)), jnp.float32)
 
 
-def from_rule(
-    rule: optax.GradientTransformation, optim: OptimConfig, cfg: ModelConfig, steps: int
-) -> optax.GradientTransformation:
-    """A whole optimizer of a rule such as ``optax.scale_by_adam()``: the gradient clipped by its global norm, the rule, mu-P's
-    rates if ``optim.mup_base`` is given, weight decay of the parameters that decay, the learning rate with its sign.
+class Scheduled(optax.GradientTransformation):
+    """A gradient transformation that tells its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
+
+    learning_rate: Callable[[jax.Array], jax.Array]
+
+
+def _scheduled(transform: optax.GradientTransformation, rate: Callable[[jax.Array], jax.Array]) -> Scheduled:
+    scheduled = Scheduled(transform.init, transform.update)
+    scheduled.learning_rate = rate
+    return scheduled
+
+
+def from_rule(rule: optax.GradientTransformation, optim: OptimConfig, cfg: ModelConfig, steps: int) -> Scheduled:
+    """A whole optimizer made of a rule such as ``optax.scale_by_adam()``: the gradient clipped by its global norm, the rule,
+    mu-P's rates if ``optim.mup_base`` is given, weight decay of the parameters that decay, the learning rate with its sign.
 
     mu-P's rates come before the decay, so that lr · weight_decay is the same at every width.
     """
-    spec = model.spec(cfg)
+    schedule = functools.partial(learning_rate, optim, steps=steps)
     parts = [rule]
     if optim.mup_base is not None:
         parts.append(matrices.scaled(mup.rates(cfg, optim.mup_base)))
     parts += [
-        optax.add_decayed_weights(optim.weight_decay, specs.decay_mask(spec)),
-        optax.scale_by_learning_rate(lambda step: learning_rate(optim, step, steps)),
+        optax.add_decayed_weights(optim.weight_decay, specs.decay_mask(model.spec(cfg))),
+        optax.scale_by_learning_rate(schedule),
     ]
     ruled = optax.chain(*parts)
-    return optax.chain(optax.clip_by_global_norm(optim.clip_norm), ruled) if optim.clip_norm else ruled
+    clipped = optax.chain(optax.clip_by_global_norm(optim.clip_norm), ruled) if optim.clip_norm else ruled
+    return _scheduled(clipped, schedule)
 
 
 def _adam(optim: OptimConfig) -> optax.GradientTransformation:
@@ -161,32 +172,27 @@ RULES: dict[str, Callable[[OptimConfig, ModelConfig], optax.GradientTransformati
 }
 
 
-class Scheduled(optax.GradientTransformation):
-    """A gradient transformation that tells its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
-
-    learning_rate: Callable[[jax.Array], jax.Array]
-
-
 def optimizer(optim: OptimConfig, cfg: ModelConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of ``steps`` updates. ``optax.apply_updates`` makes new parameters of its updates.
 
+    It is ``Scheduled`` where it is known to follow the schedule: not of a user's function that does not say so.
+
     Parameters below float32 are trained in float32, of which they are the rounding (``master.with_master``); with
-    ``optim.ema`` the state holds their running mean (``ema.ema_params``). A built-in optimizer is ``Scheduled``.
+    ``optim.ema`` the state holds their running mean (``ema.ema_params``).
 
     Raises ValueError for an ``optim.name`` that leads to no such function, and for a model that mu-P is not defined for.
     """
-    is_built_in = optim.name in RULES
-    transform = from_rule(RULES[optim.name](optim, cfg), optim, cfg, steps) if is_built_in else _users(optim, cfg, steps)
+    if optim.name in RULES:
+        transform: optax.GradientTransformation = from_rule(RULES[optim.name](optim, cfg), optim, cfg, steps)
+    else:
+        transform = _users(optim, cfg, steps)
+    rate = getattr(transform, "learning_rate", None)
     dtypes = {jnp.dtype(param.dtype or cfg.param_dtype) for _, param in specs.walk(model.spec(cfg))}
     if any(dtype.itemsize < 4 for dtype in dtypes):
         transform = with_master(transform)
     if optim.ema:
         transform = with_ema(transform, optim.ema)
-    if not is_built_in:
-        return transform
-    scheduled = Scheduled(transform.init, transform.update)
-    scheduled.learning_rate = functools.partial(learning_rate, optim, steps=steps)
-    return scheduled
+    return transform if rate is None else _scheduled(transform, rate)
 
 
 def _users(optim: OptimConfig, cfg: ModelConfig, steps: int) -> optax.GradientTransformation:
