@@ -10,8 +10,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.config import Experts, Latent
-from jaxformer.nn import cache_spec
-from jaxformer.nn import latent
+from jaxformer.nn import cache_spec, latent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LATENT = Latent(rank=12, query_rank=10, rope_dim=4, value_dim=6)
