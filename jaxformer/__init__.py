@@ -15,6 +15,7 @@ from jaxformer import decode, hf, training
 from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
 from jaxformer.config.components import Component
 from jaxformer.config.spec import Param, bias, gain, weight
+from jaxformer.cost import Explanation, explain
 from jaxformer.data import DataConfig
 from jaxformer.decode.beam import Beams, beam_search
 from jaxformer.decode.generate import Generated, generate
@@ -23,7 +24,6 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
-from jaxformer.explain import Explanation, explain
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
 from jaxformer.nn.attend import attend, mix

@@ -14,13 +14,13 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxformer as jf
+from jaxformer.cost import topology
+from jaxformer.cost.compile import not_cached
 from jaxformer.nn import inputs
 from jaxformer.nn.kernels import cudnn, select, splash
 from jaxformer.nn.kernels.call import AttentionCall
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.parallel.sharding import MeshConfig
-from jaxformer.plan import topology
-from jaxformer.plan.compile import not_cached
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
 LENGTH = 256

@@ -54,7 +54,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is typing.Annotated:
         return fits(value, inner[0])
     if origin in (typing.Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, option) for option in inner)
     if origin is Literal:
         return value in inner
     if origin is tuple and inner[-1] is not Ellipsis:
@@ -92,9 +92,9 @@ def _described(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Annotated:
         return _described(inner[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_described(one) for one in inner)
+        return " or ".join(_described(option) for option in inner)
     if typing.get_origin(kind) is tuple and inner[-1] is not Ellipsis:
-        return f"({', '.join(_described(one) for one in inner)})"
+        return f"({', '.join(_described(option) for option in inner)})"
     if typing.get_origin(kind) is tuple:
         return f"a tuple of ({_described(inner[0])})"
     names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}

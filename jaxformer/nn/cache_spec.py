@@ -92,10 +92,10 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ah
 def empty(spec: Cache, cfg: ModelConfig) -> Cache:
     """The cache that ``spec`` declares, with nothing in it; on a mesh, each part is made where it belongs."""
 
-    def one(param: Param, x: jax.ShapeDtypeStruct) -> jax.Array:
+    def empty_entry(param: Param, x: jax.ShapeDtypeStruct) -> jax.Array:
         return constrain(jnp.zeros(x.shape, x.dtype), param.dims)
 
-    return jax.tree.map(one, spec, specs.abstract(spec, cfg), is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(empty_entry, spec, specs.abstract(spec, cfg), is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def size(cache: Cache) -> int:

@@ -1,8 +1,8 @@
-"""Accelerators: what one chip can do, and how many there are of them in what shape.
+"""Accelerators: what one chip can do, and how many of them are connected in which shape.
 
-Peaks are of dense bfloat16. Sources: Google Cloud's pages "TPU v5e", "TPU v5p" and "TPU v6e" (peak, bandwidths); NVIDIA's data
-sheets of the A100, H100, H200 and B200, SXM (dense is half of what they print with sparsity). The HBM of a TPU is
-what libtpu lets a program use, as it says where one does not fit; a GPU's is all there is.
+Peaks are for dense bfloat16. Sources: Google Cloud's pages "TPU v5e", "TPU v5p" and "TPU v6e" (peak, bandwidths); NVIDIA's data
+sheets of the A100, H100, H200 and B200, SXM (dense is half of the printed figure with sparsity). The HBM of a TPU is what
+libtpu lets a program use, as it says when one does not fit; a GPU's is all it has.
 """
 
 import math
@@ -28,17 +28,17 @@ class Chip:
     bandwidth: float
     """Bytes/s between memory and chip."""
     link: float
-    """Bytes/s one way of one link to a neighbour (TPU), or of all links together (GPU)."""
+    """Bytes/s in one direction: of one link to a neighbor (TPU), or of all links together (GPU)."""
     axes: int = 0
-    """Dimensions of the torus; 0: all chips of a host reach each other through a switch."""
+    """Dimensions of the torus; 0: a switch connects all chips of a host."""
     clock: float = 0.0
-    """Cycles/s at which the peak is reached."""
+    """Cycles/s that give the peak."""
     outside: float = 0.0
-    """GPU: bytes/s one way to other hosts, of a network of 400 Gbit/s a GPU (an assumption)."""
+    """GPU: bytes/s in one direction to other hosts, assuming a network of 400 Gbit/s per GPU."""
 
 
 def _tpu(name: str, peak: float, hbm: float, bandwidth: float, link: float, axes: int, multiplies: int) -> Chip:
-    """multiplies: multiply-adds a cycle, over all matrix units of the chip."""
+    """multiplies: multiply-adds per cycle, over all matrix units of the chip."""
     return Chip(name, peak * 1e12, hbm * GIB, bandwidth * 1e9, link * 1e9, axes, peak * 1e12 / (2 * multiplies))
 
 
@@ -59,12 +59,12 @@ GPUS = {
 }
 SPELLED = {"v5": "v5p", "v5litepod": "v5e", "v6": "v6e"}
 HOST = 8
-"""GPUs of a host."""
+"""GPUs per host."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """So many chips of one kind. ``shape`` is that of the torus, (count,) for GPUs."""
+    """A number of chips of one kind. ``shape`` is the torus, or (count,) for GPUs."""
 
     text: str
     chip: Chip
@@ -77,16 +77,16 @@ class Topology:
 
 
 def parse(text: str) -> Topology:
-    """``v5e:4x4``, ``v5p:4x4x4``, ``gpu:8xH200``. Raises ValueError that names the nearest right thing."""
+    """``v5e:4x4``, ``v5p:4x4x4``, ``gpu:8xH200``. Raises ValueError for anything else, with the nearest topology."""
     head, _, rest = text.partition(":")
     if head == "gpu":
-        found = re.fullmatch(r"(\d+)x(\w+)", rest)
-        if not found or int(found[1]) < 1:
+        gpus = re.fullmatch(r"(\d+)x(\w+)", rest)
+        if not gpus or int(gpus[1]) < 1:
             raise ValueError(f"topology {text!r}: GPUs are written gpu:8xH200 ({', '.join(GPUS)})")
-        name = next((known for known in GPUS if known.lower() == found[2].lower()), None)
+        name = next((known for known in GPUS if known.lower() == gpus[2].lower()), None)
         if name is None:
-            raise ValueError(f"topology {text!r}: unknown GPU {found[2]!r}{nearest(found[2], GPUS)}")
-        return Topology(f"gpu:{found[1]}x{name}", GPUS[name], (int(found[1]),), False)
+            raise ValueError(f"topology {text!r}: unknown GPU {gpus[2]!r}{nearest(gpus[2], GPUS)}")
+        return Topology(f"gpu:{gpus[1]}x{name}", GPUS[name], (int(gpus[1]),), False)
     name = SPELLED.get(head, head)
     if name not in TPUS:
         raise ValueError(f"topology {text!r}: unknown chip {head!r}{nearest(head, [*TPUS, 'gpu'])}")
@@ -104,26 +104,26 @@ def parse(text: str) -> Topology:
 
 
 def devices(topology: Topology) -> list[Any]:
-    """The devices of a TPU topology, for compiling alone. Raises ValueError where libtpu is missing or refuses the shape."""
+    """The devices of a TPU topology, only to compile for. Raises ValueError if libtpu is missing or refuses the shape."""
     from jax.experimental import topologies
 
-    # Nothing is asked of a cloud's metadata server, no host is looked for, and other processes may compile meanwhile.
+    # No metadata server of a cloud is queried, no host is searched for, and other processes may compile meanwhile.
     chip = topology.text.partition(":")[0]
-    told = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    for name, value in (told | {"TPU_ACCELERATOR_TYPE": f"{chip}-{topology.count}"}).items():
+    settings = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in (settings | {"TPU_ACCELERATOR_TYPE": f"{chip}-{topology.count}"}).items():
         os.environ.setdefault(name, value)
     name = f"{chip}:{'x'.join(map(str, topology.shape))}"
-    # A host has 2 × 2 chips unless it is told otherwise.
+    # A host has 2 × 2 chips by default.
     options: dict[str, Any] = {"chips_per_host_bounds": [*topology.shape, 1][:3]} if 1 in topology.shape[:2] else {}
     try:
         found = list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except RuntimeError as error:
         if "not installed" in str(error):
             raise ValueError(
-                f"compiling for {topology.text} needs libtpu, TPU or not: pip install 'jaxformer[plan]'; "
-                "gpu:8xH200 and its kind go by arithmetic and need nothing"
+                f"compiling for {topology.text} needs libtpu, but no TPU: pip install 'jaxformer[plan]'; "
+                "plans for gpu:8xH200 and the like are computed and need nothing"
             ) from error
         raise ValueError(f"topology {topology.text!r}: {error}") from error
     if len(found) != topology.count:
-        raise ValueError(f"{topology.text} has {topology.count} chips, and libtpu makes {len(found)} devices of them")
+        raise ValueError(f"{topology.text} has {topology.count} chips, but libtpu makes {len(found)} devices")
     return found
