@@ -61,6 +61,20 @@ class Alibi:
 alibi = Component(Alibi.spec, Alibi.apply, site="scores")
 
 
+class TableBias:
+    """A bias for every head, whatever the positions."""
+
+    site = "scores"
+
+    @staticmethod
+    def spec(cfg):
+        return {"bias": jf.bias("KG")}
+
+    @staticmethod
+    def apply(params, positions, cfg):
+        return params["bias"][:, :, None, None]
+
+
 class ScaleNorm:
     """One gain over the whole length of the vector (Nguyen & Salazar 2019)."""
 
