@@ -30,9 +30,10 @@ from jaxformer.nn.attend import attend, mix
 from jaxformer.nn.cache import Cache, LayerCache
 from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
+from jaxformer.nn.listening import capture, listen
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import capture, listen, multiply, named
+from jaxformer.nn.named import multiply, named
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig

@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 
 
 def config(directory, text="", train=(), **data):
-    data = {"path": text, "tokenizer": "char", "length": 8, "batch_size": 8, "separate": False} | data
+    data = {"path": text, "tokenizer": "char", "length": 8, "batch_size": 8, "segment_documents": False} | data
     train = {"steps": 2, "eval_every": 2, "log_every": 1, "prompt": "one", "sample_tokens": 2} | dict(train)
     return jf.Config(model=MODEL, data=jf.DataConfig(**data), train=jf.TrainConfig(**train), run_dir=str(directory))
 
@@ -153,7 +153,7 @@ def test_a_run_goes_on_and_tells_what_differs(trained, text):
         model=dataclasses.replace(MODEL, residual_dropout=0.1),
         train=dataclasses.replace(same.train, steps=9),
     )
-    assert run.open_run(changed)[2] == ["model.residual_dropout: 0.0 -> 0.1", "train.steps: 2 -> 9"]
+    assert run.open_run(changed)[2] == ["model.execution.residual_dropout: 0.0 -> 0.1", "train.steps: 2 -> 9"]
 
 
 def test_loading_what_is_no_run(tmp_path):

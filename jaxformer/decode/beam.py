@@ -16,6 +16,7 @@ from jaxformer.decode import prompts as starts
 from jaxformer.nn import model
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.cache_spec import empty, spec
+from jaxformer.nn.mistakes import answers_mistakes
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 
@@ -69,6 +70,7 @@ class _State:
     step: Any
 
 
+@answers_mistakes
 def beam_search(
     params: dict,
     prompts: Any,

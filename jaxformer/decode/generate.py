@@ -16,6 +16,7 @@ from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
 from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
 from jaxformer.nn import model
+from jaxformer.nn.mistakes import answers_mistakes
 
 
 @struct.dataclass
@@ -36,6 +37,7 @@ class Generated:
     """float32 [B]: with ``draft``, the share of its guesses that were right."""
 
 
+@answers_mistakes
 def generate(
     params: dict,
     prompts: Any,

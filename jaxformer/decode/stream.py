@@ -14,6 +14,7 @@ from jaxformer.decode import prompts as starts
 from jaxformer.decode.generate import prepare
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.nn import model, stack
+from jaxformer.nn.mistakes import answers_mistakes
 
 _UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
 
@@ -29,6 +30,7 @@ class Piece(NamedTuple):
     """The tokens that came since the row's last piece; those of a stop string, whole, and of an end too."""
 
 
+@answers_mistakes
 def stream(
     params: dict,
     prompts: Any,

@@ -124,7 +124,7 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     cfg, params = load(folder)
     write_run(run, Config(model=cfg, run_dir=str(run)), tok)
     checkpoints = Checkpoints(run / "checkpoints")
-    checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), key=jax.random.key(0)))
+    checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), rng=jax.random.key(0)))
     checkpoints.close()
     carry(folder, run)
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")

@@ -17,7 +17,7 @@ from jaxformer.decode.generate import generate
 from jaxformer.hf.load import FAMILIES
 from jaxformer.hf.save import assemble, plan
 from jaxformer.nn import model
-from jaxformer.nn.named import capture
+from jaxformer.nn.listening import capture
 
 TOLERANCE = 2e-4
 

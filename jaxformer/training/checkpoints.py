@@ -83,7 +83,8 @@ class Checkpoints:
         if items is None:
             return None
         rest = items["rest"]
-        return dataclasses.replace(like, params=items["params"], **(rest | {"key": _wrap(rest["key"], like.key)}))
+        rng = _wrap(rest["key"], like.rng)
+        return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
 
     def restore_params(self, like: Any) -> Any:
         """Only the newest whole parameters. Raises FileNotFoundError if there are none, else as ``restore``."""
@@ -188,10 +189,10 @@ class AnotherTree(ValueError):
 
 
 def _split(state: TrainState) -> dict[str, Any]:
-    """The two items, of arrays or of their shapes; the key as the integers it is made of, under the name of its kind."""
-    abstract = isinstance(state.key, jax.ShapeDtypeStruct)
-    key = _data(state.key) if abstract else jax.random.key_data(state.key)
-    return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": {_kind(state.key): key}}}
+    """The two items, of arrays or of their shapes; ``state.rng`` under "key", as the integers it is made of, by its kind."""
+    abstract = isinstance(state.rng, jax.ShapeDtypeStruct)
+    key = _data(state.rng) if abstract else jax.random.key_data(state.rng)
+    return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": {_kind(state.rng): key}}}
 
 
 def _data(key: Any) -> jax.ShapeDtypeStruct:

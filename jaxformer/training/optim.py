@@ -1,6 +1,8 @@
 """AdamW with a learning-rate schedule, by optax."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,14 +73,24 @@ def learning_rate(cfg: OptimConfig, step: jax.Array, steps: int) -> jax.Array:
     return jnp.asarray(cfg.lr * jnp.where(warm < 1, warm, SCHEDULES[cfg.schedule](cfg, step, steps)), jnp.float32)
 
 
-def optimizer(cfg: OptimConfig, steps: int, model_cfg: ModelConfig) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW; decay goes where the model's specs say."""
+class Scheduled(optax.GradientTransformation):
+    """A gradient transformation that tells its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
+
+    learning_rate: Callable[[jax.Array], jax.Array]
+
+
+def optimizer(optim: OptimConfig, cfg: ModelConfig, steps: int) -> Scheduled:
+    """Clipping by global norm, then AdamW, for a run of ``steps`` updates; decay goes where the model's specs say."""
+    schedule = functools.partial(learning_rate, optim, steps=steps)
     adamw = optax.adamw(
-        lambda step: learning_rate(cfg, step, steps),
-        b1=cfg.beta1,
-        b2=cfg.beta2,
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-        mask=specs.decay_mask(model.spec(model_cfg)),
+        schedule,
+        b1=optim.beta1,
+        b2=optim.beta2,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        mask=specs.decay_mask(model.spec(cfg)),
     )
-    return optax.chain(optax.clip_by_global_norm(cfg.clip_norm), adamw) if cfg.clip_norm else adamw
+    chain = optax.chain(optax.clip_by_global_norm(optim.clip_norm), adamw) if optim.clip_norm else adamw
+    scheduled = Scheduled(chain.init, chain.update)
+    scheduled.learning_rate = schedule
+    return scheduled
