@@ -61,9 +61,8 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
         ordered += [step._replace(flops=step.flops * runs.get(number, 1)), *untold.get(number, [])]
     grouped = [_grouped(step, groups) for step in ordered]
     products = {(step.name, step.shape) for step in grouped if step.formula}
-    return [
-        step for step in grouped if step.formula or (step.name, step.shape) not in products
-    ]  # a product's result has one row
+    # The result of a product has one row, its name or not.
+    return [step for step in grouped if step.formula or (step.name, step.shape) not in products]
 
 
 def _run(notes: "_Notes", cfg: ModelConfig, params: dict, ids: jax.Array) -> Any:

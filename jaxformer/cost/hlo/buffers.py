@@ -54,13 +54,15 @@ def read_buffers(
     backward = min((at for at, name in order.items() if names.is_backward_product(name)), default=None)
     buffers, gaps = [], 0
     # Arguments first: they add to the shapes by which a parameter's copies and gradients are recognized.
-    for one in sorted(allocations, key=lambda a: "parameter" not in a.attributes):
-        if re.search(r"parameter \d+", one.attributes):
-            buffers.append(names.argument(one.size, one.values))
-        elif "constant" in one.attributes:
-            buffers.append(Buffer(one.size, "temporaries", "constant", one.values[0].shape if one.values else ""))
+    for allocation in sorted(allocations, key=lambda a: "parameter" not in a.attributes):
+        if re.search(r"parameter \d+", allocation.attributes):
+            buffers.append(names.argument(allocation.size, allocation.values))
+        elif "constant" in allocation.attributes:
+            buffers.append(
+                Buffer(allocation.size, "temporaries", "constant", allocation.values[0].shape if allocation.values else "")
+            )
         else:
-            alive, gap = _fullest(one, spans)
+            alive, gap = _fullest(allocation, spans)
             gaps += gap
             buffers += [names.temporary(values, spans, backward) for values in alive]
     buffers.sort(key=lambda buffer: -buffer.bytes)
