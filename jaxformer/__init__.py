@@ -26,11 +26,10 @@ from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
-from jaxformer.nn.attend import attend
-from jaxformer.nn.cache import Cache, init_cache
+from jaxformer.nn.attend import attend, mix
+from jaxformer.nn.cache import Cache, LayerCache
+from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
-from jaxformer.nn.kernels.select import mix
-from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import capture, listen, multiply, named

@@ -95,14 +95,14 @@ class MeanAttention:
         return {"value": jf.weight(cfg, "D", "KH"), "out": jf.weight(cfg, "KH", "D", residual=True)}
 
     @staticmethod
-    def apply(params, x_BTD, cfg, *, info=None, position_params=None, memory=None, extend=None, key=None):
+    def apply(params, x_BTD, cfg, *, info=None, position_params=None, cross_attention_kv=None, cache=None, rng=None):
         info = jf.mask.arange(x_BTD.shape[1]) if info is None else info
         v_BKSH = dense("BSD,DKH->BKSH", x_BTD, params["value"])
-        v_BKSH, key_info = (v_BKSH, info) if memory is None else memory[1:]
-        if extend is not None:
-            kept, key_info = extend({"value": v_BKSH})
+        v_BKSH, key_info = (v_BKSH, info) if cross_attention_kv is None else cross_attention_kv[1:]
+        if cache is not None:
+            kept, key_info, cache = cache.extend({"value": v_BKSH})
             v_BKSH = kept["value"]
         mask_BTS = jf.mask.visible(info, key_info, causal=cfg.causal, window=cfg.window).astype(v_BKSH.dtype)
         weights_BTS = mask_BTS / jnp.maximum(mask_BTS.sum(-1, keepdims=True), 1)
         mixed_BKTH = jnp.einsum("BTS,BKSH->BKTH", jnp.broadcast_to(weights_BTS, (len(x_BTD), *mask_BTS.shape[1:])), v_BKSH)
-        return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"])
+        return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"]), cache

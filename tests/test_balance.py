@@ -25,7 +25,7 @@ def did(*layers, experts=BASE, counted=None):
     sums = []
     for logits in layers:
         logits = jnp.asarray(logits, jnp.float32)
-        routing = router.route({"router": jnp.eye(experts.number)}, logits[None], experts)
+        routing = router.route({"router": jnp.eye(experts.n_experts)}, logits[None], experts)
         counts = jnp.ones(len(logits), bool) if counted is None else jnp.asarray(counted)
         sums.append(router.sums(routing, jnp.ones(routing.expert.shape, bool), counts[None], experts))
     return {name: jnp.stack([one[name] for one in sums]) for name in sums[0]}

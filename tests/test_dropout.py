@@ -21,8 +21,21 @@ SIZES = {"vocab_size": 9, "d_model": 32, "n_heads": 2, "d_ff": 8}
 RATE = 0.5
 
 # Blocks whose dropout can be read off: what they add to the residual stream is 1 before dropout, or nothing at all.
-CONSTANT = Component(lambda cfg: {"unused": jf.bias("D")}, lambda params, x_BTD, cfg, **where: jnp.ones_like(x_BTD))
-NOTHING = Component(CONSTANT.spec, lambda params, x_BTD, cfg, **where: jnp.zeros_like(x_BTD))
+
+
+def adding(value: float) -> dict[str, Component]:
+    """An attention and a feed-forward that give ``value`` everywhere."""
+
+    def spec(cfg):
+        return {"unused": jf.bias("D")}
+
+    return {
+        "attention": Component(spec, lambda params, x_BTD, cfg, **where: (jnp.full_like(x_BTD, value), None)),
+        "mlp": Component(spec, lambda params, x_BTD, cfg: jnp.full_like(x_BTD, value)),
+    }
+
+
+CONSTANT, NOTHING = adding(1.0), adding(0.0)
 
 
 def outputs(cfg: jf.ModelConfig, params: dict, key, **given) -> dict[str, np.ndarray]:
@@ -44,7 +57,7 @@ def all_differ(masks) -> bool:
 
 
 def test_residual_dropout_differs_by_layer_and_row():
-    parts = {"attention": NOTHING, "mlp": CONSTANT, "position": "none"}
+    parts = {"attention": NOTHING["attention"], "mlp": CONSTANT["mlp"], "position": "none"}
     cfg = jf.ModelConfig(**SIZES, n_layers=3, residual_dropout=RATE, **parts)
     params = jf.init(cfg, jax.random.key(0))
     params["embedding"]["token"] = jnp.zeros_like(params["embedding"]["token"])
@@ -57,7 +70,7 @@ def test_residual_dropout_differs_by_layer_and_row():
 
 def test_residual_dropout_differs_by_sublayer():
     """Attention and feed-forward that both add 1 give 0, 1 or 2 of them where each has its own mask."""
-    parts = {"attention": CONSTANT, "mlp": CONSTANT, "position": "none"}
+    parts = CONSTANT | {"position": "none"}
     cfg = jf.ModelConfig(**SIZES, n_layers=1, residual_dropout=RATE, **parts)
     params = jf.init(cfg, jax.random.key(0))
     params["embedding"]["token"] = jnp.zeros_like(params["embedding"]["token"])
@@ -66,7 +79,7 @@ def test_residual_dropout_differs_by_sublayer():
 
 def test_attention_dropout_differs_by_layer_and_row():
     """Uniform weights over values of 1, and the same output projection in all layers: only the masks can differ."""
-    cfg = jf.ModelConfig(**SIZES, n_layers=3, attention_dropout=RATE, mlp=NOTHING, qkv_bias=True)
+    cfg = jf.ModelConfig(**SIZES, n_layers=3, attention_dropout=RATE, mlp=NOTHING["mlp"], qkv_bias=True)
     params = jf.init(cfg, jax.random.key(0))
     attention = params["decoder"]["layers"]["attention"]
     attention |= {name: jnp.zeros_like(attention[name]) for name in ("query", "key", "value")}
@@ -79,7 +92,7 @@ def test_attention_dropout_differs_by_layer_and_row():
 
 
 def test_embedding_dropout_differs_between_encoder_and_decoder():
-    fields = {"encoder_layers": 1, "position": "none", "embedding_dropout": RATE, "mlp": NOTHING}
+    fields = {"encoder_layers": 1, "position": "none", "embedding_dropout": RATE, "mlp": NOTHING["mlp"]}
     cfg = jf.ModelConfig(**SIZES, n_layers=1, **fields)
     params, source = jf.init(cfg, jax.random.key(0)), np.full((2, 6), 4)
     for stack, name in (("encoder", "attention"), ("decoder", "attention"), ("decoder", "cross_attention")):
@@ -107,7 +120,7 @@ def test_a_key_decides_and_no_key_is_no_dropout(rate):
 
 ROWS = 4
 TOKENS = np.arange(ROWS, dtype=np.int32)[:, None] + 2
-CFG = jf.ModelConfig(**SIZES, n_layers=1, embedding_dropout=RATE, attention=NOTHING, mlp=NOTHING)
+CFG = jf.ModelConfig(**SIZES, n_layers=1, embedding_dropout=RATE, **NOTHING)
 OPTIM = jf.OptimConfig(warmup_steps=0, beta1=0.0)  # the first moment is then the gradient
 
 

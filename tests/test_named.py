@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.nn import attention, block, mlp, model, stack
+from jaxformer.nn import attend, attention, block, mlp, model, stack
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=2)
@@ -174,7 +174,7 @@ def test_without_a_listener_names_cost_nothing(cfg, monkeypatch):
     marked = trace()
     for module in (attention, block, mlp, model, stack):
         monkeypatch.setattr(module, "named", lambda x, *_, **__: x)
-    monkeypatch.setattr(select, "checkpoint_name", lambda x, name: x)
+    monkeypatch.setattr(attend, "checkpoint_name", lambda x, name: x)
     bare = trace()
     assert bare["name"] == 0 < marked.pop("name")
     assert marked == bare and bare["dot_general"] > 5

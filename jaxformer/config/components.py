@@ -155,7 +155,7 @@ def to_plain(kind: str, value: Any) -> Any:
     Raises ValueError for one that no import path leads to.
     """
     if isinstance(value, tuple):
-        return [to_plain(kind, one) for one in value]
+        return [to_plain(kind, item) for item in value]
     path = value if isinstance(value, str) else path_of(type(value) if has_fields(value) else value)
     if not isinstance(path, str):
         raise ValueError(
@@ -168,7 +168,7 @@ def to_plain(kind: str, value: Any) -> Any:
 def from_plain(kind: str, value: Any) -> Any:
     """What ``to_plain`` made ``value`` from. Raises ValueError where the import path or a field is not there any more."""
     if isinstance(value, list):
-        return tuple(from_plain(kind, one) for one in value)
+        return tuple(from_plain(kind, item) for item in value)
     if not isinstance(value, dict):
         return value
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name != "component"}

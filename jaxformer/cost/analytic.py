@@ -16,7 +16,7 @@ from jaxformer.cost.plan import Buffer, CollectiveSum, ProgramPlan, Time
 from jaxformer.cost.programs import UPDATE, batch_of
 from jaxformer.cost.topology import HOST, Topology
 from jaxformer.decode import loop
-from jaxformer.nn import cache, model
+from jaxformer.nn import cache_spec, model
 from jaxformer.parallel.mesh import state_shardings
 from jaxformer.parallel.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
 from jaxformer.training import run
@@ -65,7 +65,7 @@ def generation(config: run.Config, mesh: Mesh, topology: Topology) -> list[Progr
     cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     params = device_bytes(spread(model.spec(cfg), cfg, mesh))
-    kept = device_bytes(spread(cache.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS))
+    kept = device_bytes(spread(cache_spec.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS))
     sizes = {"parameters": params, "cache": kept, "temporaries": _logits(cfg, rows, mesh)}
 
     def program(name: str, tokens: int, flops: ModelFlops, times: int) -> ProgramPlan:

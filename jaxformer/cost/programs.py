@@ -17,8 +17,7 @@ from jaxformer.cost.device import device_shape, spread
 from jaxformer.cost.model_flops import ModelFlops
 from jaxformer.decode import loop
 from jaxformer.decode.sampling import GREEDY, compile_sampling
-from jaxformer.nn import block, model
-from jaxformer.nn import cache as caches
+from jaxformer.nn import block, cache_spec, model
 from jaxformer.nn.named import watch
 from jaxformer.parallel.mesh import batch_shardings, check_batch, jitted, state_shardings
 from jaxformer.parallel.sharding import ACTIVATIONS, partition_spec
@@ -108,7 +107,7 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
 
     state, emitted = jax.eval_shape(read, params, prompts, lengths, key)
     row = lambda x: on_rows(x.shape[:1])
-    cache = jax.tree.map(lambda x: x.sharding, spread(caches.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS))
+    cache = jax.tree.map(lambda x: x.sharding, spread(cache_spec.spec(cfg, rows, length), cfg, mesh, ACTIVATIONS))
     state_at = dataclasses.replace(jax.tree.map(row, state), cache=cache)
     read_jit = jax.jit(read, out_shardings=(state_at, jax.tree.map(row, emitted)))
     step_jit = jax.jit(step, out_shardings=(state_at, everywhere), donate_argnums=1)

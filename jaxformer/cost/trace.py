@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.config.architecture import BY_LAYER
+from jaxformer.config.checks import BY_LAYER
 from jaxformer.nn import model
 from jaxformer.nn.named import scope, watch
 

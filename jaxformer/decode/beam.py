@@ -14,7 +14,8 @@ from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode import prompts as starts
 from jaxformer.nn import model
-from jaxformer.nn.cache import Cache, empty, spec
+from jaxformer.nn.cache import Cache
+from jaxformer.nn.cache_spec import empty, spec
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 

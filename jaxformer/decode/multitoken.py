@@ -12,7 +12,8 @@ from jaxformer.config.strict import Strict, within
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.loop import Plan, State
 from jaxformer.nn import model, mtp
-from jaxformer.nn.cache import Cache, empty, spec
+from jaxformer.nn.cache import Cache
+from jaxformer.nn.cache_spec import empty, spec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from jaxformer.decode import loop, multitoken, sampling
 from jaxformer.decode.loop import Emitted, Plan, State
 from jaxformer.decode.multitoken import Pairs
 from jaxformer.nn import model
-from jaxformer.nn.cache import Cache, empty, spec
+from jaxformer.nn.cache import Cache
+from jaxformer.nn.cache_spec import empty, spec
 
 
 @dataclass(frozen=True)

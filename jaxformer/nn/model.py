@@ -14,7 +14,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import nearest
 from jaxformer.config.spec import Param, bias, normal, weight
-from jaxformer.nn import block, inputs, mlp, mtp, norm, stack
+from jaxformer.nn import block, cache_spec, inputs, mlp, mtp, norm, stack
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.dense import child, dense
 from jaxformer.nn.mask import TokenInfo
@@ -188,6 +188,7 @@ def apply(
         elif segments is not None:
             raise ValueError("segments cannot be combined with a cache: decode each document by itself")
         else:
+            cache_spec.check(cache, cfg)
             info, cache = cache.advance(tokens.shape, cfg, positions, valid)
         x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, tokens.shape, cfg))
         with scope("decoder"):
@@ -229,6 +230,7 @@ def after_next(
             info = inputs.token_info("", tokens.shape, cfg, positions, segments, valid)
         else:
             block_cfg = mtp.config(cfg)
+            cache_spec.check(cache, block_cfg)
             info, cache = cache.advance(tokens.shape, block_cfg, positions, valid)
             layer_cache = cache.layer(0, block_cfg, info)
         x_BTD, layer_cache, sums = mtp.apply(params["mtp"], token_BTD, hidden_BTD, cfg, info=info, cache=layer_cache, **how)
