@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
-from jaxformer.nn.cache import can_decode, layer_spec
+from jaxformer.nn.cache_spec import can_decode, layer_spec
 
 
 @dataclass(frozen=True)

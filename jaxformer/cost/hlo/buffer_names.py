@@ -88,10 +88,10 @@ class Names:
         dims = _wide(_dims(shape))
         ordered = tuple(sorted(dims))
         forms = (dims, dims[1:], ordered, *(ordered[:i] + ordered[i + 1 :] for i in range(len(ordered))))
-        *scope, last = name.split("/")
+        *scopes, last = name.split("/")
         for known in (known for form in forms for known in self._activations.get(form, ())):
             every_layer = re.sub(r"\.\d+\.", ".*.", known)
-            if scope and scope == [part for part in known.split(".")[:-1] if not part.isdigit()]:
+            if scopes and scopes == [scope for scope in known.split(".")[:-1] if not scope.isdigit()]:
                 return f"{every_layer} ({last})"
             if re.fullmatch(r"[\w\-]+\.\d+(\{\d+\})?", name):  # XLA's own name, which says nothing
                 return f"of the shape of {every_layer}"
@@ -144,13 +144,13 @@ def _dotted(path: str) -> str:
 
 def _scopes(path: str) -> str:
     """``jit(update)/transpose(jvp(decoder))/while/body/mlp/dot_general`` is ``decoder/mlp/dot_general, backward``."""
-    parts = []
-    for part in path.split(";")[0].split("/"):
-        while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and part not in _WRAPPERS and not part.startswith("jit("):
-            parts.append(part)
-    return ("/".join(parts) or _primitive(path)) + (", backward" if "transpose(" in path else "")
+    scopes = []
+    for scope in path.split(";")[0].split("/"):
+        while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and scope not in _WRAPPERS and not scope.startswith("jit("):
+            scopes.append(scope)
+    return ("/".join(scopes) or _primitive(path)) + (", backward" if "transpose(" in path else "")
 
 
 def _dims(shape: str) -> tuple[int, ...]:

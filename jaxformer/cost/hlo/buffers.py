@@ -105,10 +105,10 @@ def _fullest(arena: _Allocation, spans: dict[str, Span]) -> tuple[list[list[Valu
         if sum(other.size for other in alive) > most:  # only then can they cover more
             used = _union((other.offset, other.offset + other.size) for other in alive)
             most, now = max((most, now), (used, start), key=lambda moment: moment[0])
-    places = {(v.offset, v.size) for v in timed if spans[v.name][0] <= now <= spans[v.name][1]}
+    regions = {(v.offset, v.size) for v in timed if spans[v.name][0] <= now <= spans[v.name][1]}
     kept: list[list[Value]] = []
     covered: list[tuple[int, int]] = []
-    for offset, size in sorted(places, key=lambda place: -place[1]):
+    for offset, size in sorted(regions, key=lambda region: -region[1]):
         before = _union(covered)
         covered.append((offset, offset + size))
         if _union(covered) > before:  # a value inside the memory of another is no buffer of its own

@@ -166,7 +166,7 @@ def kernel_flops(instruction: Instruction) -> float | None:
     if estimate := instruction.number(r'"?cost_estimate"?:\{[^}]*"?flops"?:"?(\d+)'):
         return float(estimate)
     name = (_kernel_name(instruction) + " " + instruction.op_name).lower()
-    products = next((n for part, n in PRODUCTS.items() if part in name), None)
+    products = next((n for word, n in PRODUCTS.items() if word in name), None)
     arrays = [shape for source in instruction.inputs for shape in source.shapes[:1] if shape.dtype in ("bf16", "f32")]
     arrays = [shape for shape in arrays if len(shape.dims) >= 3]
     if products is None or len(arrays) < 2 or not any(word in name for word in ("attention", "mha", "mqa", "splash")):
