@@ -172,8 +172,8 @@ def test_layers_without_positions_do_not_see_them():
         cfg = dataclasses.replace(BASE, n_layers=2, position=choice)
         params = tiny.drawn(cfg)
         run = jax.jit(
-            jf.capture(lambda ids, positions: jf.forward(params, ids, cfg, positions=positions), "*attention.weights")
-        )  # noqa: B023
+            jf.capture(lambda ids, positions, p=params, c=cfg: jf.forward(p, ids, c, positions=positions), "*attention.weights")
+        )
         (_, plain), (_, moved) = run(ids, np.arange(9)[None]), run(ids, positions)
         first = "decoder.0.attention.weights"
         assert np.array_equal(plain[first], moved[first]) != sees
