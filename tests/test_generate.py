@@ -14,7 +14,7 @@ from decoding import GREEDY, NEW, PADS, PROMPTS, alone, close, forward, inputs, 
 import jaxformer as jf
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.generate import _generate
-from jaxformer.decode.prompts import bucket
+from jaxformer.decode.request import bucket
 from jaxformer.nn import cache as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import Param, walk
 from jaxformer.decode import loop
+from jaxformer.decode.request import Inputs, Request
 from jaxformer.decode.sampling import GREEDY, compile_sampling
 from jaxformer.nn import cache as caches
 from jaxformer.nn import model
@@ -100,7 +101,7 @@ def generation(config: run.Config, mesh: Mesh, platform: str) -> list[Program]:
     cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     methods, values = compile_sampling(GREEDY, rows, cfg.vocab_size)
-    plan = loop.Plan(cfg, length, (), 0, methods, slots=length, chunk=min(CHUNK, length))
+    request = Request(cfg, length, cache_length=length, methods=methods, prefill_chunk=min(CHUNK, length))
     whole = NamedSharding(mesh, PartitionSpec())
     params = _unstacked(cfg, mesh)
     on_rows = lambda dims, shape, dtype: jax.ShapeDtypeStruct(
@@ -115,10 +116,10 @@ def generation(config: run.Config, mesh: Mesh, platform: str) -> list[Program]:
     )
 
     def read(params, prompts, lengths, key):
-        return loop.start(params, prompts, lengths, key, values, plan)
+        return loop.start(params, Inputs(prompts, lengths, key, values, {}), request)
 
     def step(params, state):
-        return loop.block(params, state, values, plan, loop.BLOCK)
+        return loop.block(params, state, values, request, loop.BLOCK)
 
     state, emitted = jax.eval_shape(read, params, prompts, lengths, key)
     row = lambda x: NamedSharding(mesh, partition_spec("B", x.shape[:1], ACTIVATIONS, mesh))
