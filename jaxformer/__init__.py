@@ -18,11 +18,10 @@ from jaxformer.config.spec import Param, bias, gain, weight
 from jaxformer.cost import Explanation, explain
 from jaxformer.data import DataConfig
 from jaxformer.decode.beam import Beams, beam_search
+from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.generate import Generated, generate
-from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
-from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack

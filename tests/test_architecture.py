@@ -93,7 +93,7 @@ def walks(tmp_path_factory):
     text.write_text("The same words again and again, until a model knows them by heart.\n" * 60)
     config = jf.Config(
         model=jf.presets.llama(vocab_size=64, d_model=16, n_layers=2, n_heads=2, max_length=32),
-        data=jf.DataConfig(path=str(text), tokenizer="byte", length=16, batch_size=4),
+        data=jf.DataConfig(path=str(text), tokenizer="byte", length=16, batch_size=8),
         train=jf.TrainConfig(steps=1, eval_every=1, sample_tokens=0),
         run_dir=str(folder / "run"),
     )

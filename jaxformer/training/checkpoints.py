@@ -82,11 +82,15 @@ class Checkpoints:
             self._tidy()
         multihost.everywhere(True)  # no process lists the steps before
         items = self._newest(_split(like), set_aside=True)
+        return None if items is None else _joined(items, like)
+
+    def read(self, like: TrainState) -> TrainState:
+        """The newest complete state, for reading alone: nothing is renamed. Raises FileNotFoundError if there is none, else as
+        ``restore``."""
+        items = self._newest(_split(like))
         if items is None:
-            return None
-        rest = items["rest"]
-        rng = _wrap(rest["key"], like.rng)
-        return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
+            raise FileNotFoundError(f"no checkpoint in {self.directory}")
+        return _joined(items, like)
 
     def restore_params(self, like: Any) -> Any:
         """The parameters alone, from the newest complete step. Raises FileNotFoundError if there is none, else as
@@ -191,6 +195,13 @@ def _with_sharding(like: Any) -> Any:
 
 class AnotherTree(ValueError):
     """A checkpoint of another architecture, shape or dtype; the message is a tree diff."""
+
+
+def _joined(items: dict[str, Any], like: TrainState) -> TrainState:
+    """The state whose ``_split`` is ``items``."""
+    rest = items["rest"]
+    rng = _wrap(rest["key"], like.rng)
+    return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
 
 
 def _split(state: TrainState) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A run: its command line, the state and update that it trains with, the directory that keeps it, and how to load it again."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -21,8 +22,9 @@ from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
+from jaxformer.training.ema import ema_params
 from jaxformer.training.migrate import migrated
-from jaxformer.training.optim import optimizer
+from jaxformer.training.optim import initial_params, optimizer
 
 __all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse"]
 
@@ -129,7 +131,7 @@ def initial_state(config: Config, params: Any = None) -> updates.TrainState:
     """The state of a run before its first update, with fresh parameters unless they are given."""
     params_key, rng = jax.random.split(jax.random.key(config.train.seed))
     if params is None:
-        params = model.init(config.model, params_key)
+        params = initial_params(config.optim, config.model, params_key)
     return updates.init_state(params, _optimizer(config), rng)
 
 
@@ -138,19 +140,25 @@ def _optimizer(config: Config) -> Any:
 
 
 def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint. shardings: where each parameter is to
-    lie; one device unless given.
+    """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint; the parameters are their running mean
+    if the run keeps one (``optim.ema``). shardings: where each parameter is to lie; one device unless given.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
     """
     directory = Path(run_directory)
-    cfg = read_run(directory).model
+    config = read_run(directory)
+    cfg = config.model
     like = specs.abstract(model.spec(cfg), cfg)
     if shardings is not None:
         like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
-        params = checkpoints.restore_params(like)
+        if config.optim.ema:
+            state = checkpoints.read(jax.eval_shape(functools.partial(initial_state, config)))
+            params = ema_params(state.opt_state, state.params)
+            params = params if shardings is None else jax.device_put(params, shardings)
+        else:
+            params = checkpoints.restore_params(like)
     finally:
         checkpoints.close()
     return cfg, params, tokenizer.load(directory)
@@ -169,7 +177,7 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and field.name not in config.UNCHECKED:  # a component is compared as a whole
             flat |= _fields(value, f"{prefix}{field.name}.")
         else:
             flat[prefix + field.name] = value
