@@ -30,6 +30,7 @@ from jaxformer.nn.cache import Cache, init_cache
 from jaxformer.nn.dense import dense
 from jaxformer.nn.kernels.select import mix
 from jaxformer.nn.layer_cache import LayerCache
+from jaxformer.nn.logprobs import logprobs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import capture, listen, multiply, named
@@ -84,6 +85,7 @@ __all__ = [
     "init_cache",
     "listen",
     "load",
+    "logprobs",
     "loss",
     "mask",
     "mix",

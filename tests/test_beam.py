@@ -214,7 +214,9 @@ def test_the_cache_follows_the_beams(monkeypatch):
     """Left as it is when beams change places, it gives something else: the comparisons above would see it."""
     whole, take, search = run("llama"), Cache.take, beam._search.__wrapped__
     monkeypatch.setattr(Cache, "take", lambda self, rows, source=True: take(self, rows) if source else self)
-    monkeypatch.setattr(beam, "_search", jax.jit(lambda *given, request: search(*given, request=request), static_argnames="request"))
+    monkeypatch.setattr(
+        beam, "_search", jax.jit(lambda *given, request: search(*given, request=request), static_argnames="request")
+    )
     assert (run("llama").tokens != whole.tokens).any(axis=(1, 2)).sum() > 3
 
 

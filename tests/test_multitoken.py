@@ -37,8 +37,8 @@ def test_the_block_is_what_the_paper_says():
     embedded = params["embedding"]["token"][tokens[:, 1:]]
     both = jnp.concatenate([norm.apply(own["token_norm"], embedded, cfg), norm.apply(own["hidden_norm"], hidden, cfg)], -1)
     x = both @ jnp.concatenate([own["join_token"], own["join_hidden"]])
-    expected = norm.apply(own["norm"], block.apply(own["layer"], x, cfg.layers[-1]), cfg)
-    found = jf.model.after_next(params, hidden, tokens[:, 1:], cfg)
+    expected = norm.apply(own["norm"], block.apply(own["layer"], x, cfg.layers[-1]).x_BTD, cfg)
+    found = jf.model.after_next(params, hidden, tokens[:, 1:], cfg).hidden
     np.testing.assert_allclose(found, expected, atol=1e-4)  # sums in another order, of values up to 10
     with pytest.raises(ValueError, match="mtp=False"):
         jf.model.after_next(params, hidden, tokens[:, 1:], tiny.PRESETS["llama_gqa"])
@@ -49,10 +49,10 @@ def test_with_a_cache_it_is_the_same(name):
     cfg, params = model(name)
     tokens = tiny.tokens(cfg)
     hidden = hidden_of(params, tokens[:, :-1], cfg)
-    whole = np.asarray(after_next(params, hidden, tokens[:, 1:], cfg))
+    whole = np.asarray(after_next(params, hidden, tokens[:, 1:], cfg).hidden)
     cache, out = jf.init_cache(mtp.config(cfg), 2, 16), []
     for start, stop in ((0, 3), (3, 4), (4, 8)):
-        piece, cache = after_next(params, hidden[:, start:stop], tokens[:, 1:][:, start:stop], cfg, cache=cache)
+        piece, cache, _ = after_next(params, hidden[:, start:stop], tokens[:, 1:][:, start:stop], cfg, cache=cache)
         out.append(piece)
     np.testing.assert_allclose(np.concatenate(out, 1), whole, atol=1e-4)
     assert caches.size(cache) < caches.size(jf.init_cache(cfg, 2, 16)), "one layer"
@@ -73,7 +73,8 @@ def test_its_loss_by_hand():
     nll = loss_sum(without, data, plain)[0]
 
     hidden = jf.hidden(params, data["tokens"], cfg, segments=segments)
-    logits = jf.model.head(params, jf.model.after_next(params, hidden, tokens[:, 1:], cfg, segments=segments), cfg)
+    later = jf.model.after_next(params, hidden, tokens[:, 1:], cfg, segments=segments).hidden
+    logits = jf.model.head(params, later, cfg)
     counts = [
         (row, at)
         for row in range(2)
