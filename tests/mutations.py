@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxformer.data import packing
+from jaxformer.nn import attend as attend_module
 from jaxformer.nn import attention, block, mlp, model, norm, position, rope, stack
-from jaxformer.nn.kernels import select
 
-_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, select.visible, select.attend
+_key_value, _dense, _visible, _attend = attention.key_value, attention.dense, attend_module.visible, attend_module.attend
 _norm, _position, _mlp, _block, _stack = (module.apply for module in (norm, position, mlp, block, stack))
 _rope_angles = rope.angles
 _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.angles, packing.next_token
@@ -22,7 +22,7 @@ def attend_with(softmax, dtype=jnp.float32, finish=lambda out, seen: out):
         seen = jnp.ones(scores.shape[-2:], bool) if mask is None else mask[:, None, None]
         return finish(jnp.einsum("BKGTS,BKSH->BKGTH", observe(softmax(scores, seen).astype(v.dtype)), v), seen)
 
-    return [(select, "attend", attend)]
+    return [(attend_module, "attend", attend)]
 
 
 def masked(scores, seen, axis=-1):
@@ -56,7 +56,7 @@ def no_maximum(scores, seen):
 
 
 def scale_by(width):
-    return [(select, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
+    return [(attend_module, "attend", lambda q, *rest, **given: _attend(q * (q.shape[-1] / width) ** 0.5, *rest, **given))]
 
 
 def _interleaved_groups(q, k, v, *rest, **given):
@@ -66,10 +66,10 @@ def _interleaved_groups(q, k, v, *rest, **given):
     return out.swapaxes(1, 2).reshape(q.shape[:-1] + v.shape[-1:])
 
 
-def _concatenated(equation, x, kernel, bias=None):
+def _concatenated(equation, x, weight, bias=None):
     if x.ndim == 5:  # heads, to be mixed: left side by side
         return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1)
-    return _dense(equation, x, kernel, bias)
+    return _dense(equation, x, weight, bias)
 
 
 def _turned_values(params, x, cfg, info):
@@ -77,7 +77,7 @@ def _turned_values(params, x, cfg, info):
     return k, _position({}, v, info.position, cfg), info
 
 
-GROUPS = [(select, "attend", _interleaved_groups)]
+GROUPS = [(attend_module, "attend", _interleaved_groups)]
 CONCAT = [(attention, "dense", _concatenated)]
 TURNED_VALUES = [(attention, "key_value", _turned_values)]
 
@@ -93,7 +93,7 @@ def see_with(rule):
         distance = query.order[:, :, None] - key.order[:, None, :]
         return rule(distance) if seen is None else seen & rule(distance)
 
-    return [(select, "visible", visible)]
+    return [(attend_module, "visible", visible)]
 
 
 def _one_length(query, key, **given):
@@ -105,8 +105,8 @@ def _seen_padding(query, key, **given):
     return _visible(query, key.replace(valid=None), **given)
 
 
-ONE_LENGTH = [(select, "visible", _one_length)]
-SEEN_PADDING = [(select, "visible", _seen_padding)]
+ONE_LENGTH = [(attend_module, "visible", _one_length)]
+SEEN_PADDING = [(attend_module, "visible", _seen_padding)]
 
 
 # Residual, layers
@@ -115,10 +115,11 @@ SEEN_PADDING = [(select, "visible", _seen_padding)]
 def block_with(residual):
     """``residual(x, normed, f)``; the right one is x + f(normed)."""
 
-    def apply(params, x, cfg, *, memory=None, routed=None, **given):
-        attend = lambda y: attention.apply(params["attention"], y, cfg, **given)
+    def apply(params, x, cfg, *, info=None, position_params=None, **given):
+        attend = lambda y: attention.apply(params["attention"], y, cfg, info=info, position_params=position_params)[0]
         x = residual(x, _norm(params["attention_norm"], x, cfg), attend)
-        return residual(x, _norm(params["mlp_norm"], x, cfg), lambda y: _mlp(params["mlp"], y, cfg))
+        x = residual(x, _norm(params["mlp_norm"], x, cfg), lambda y: _mlp(params["mlp"], y, cfg))
+        return block.BlockOutput(x, None, None)
 
     return [(block, "apply", apply)]
 
@@ -138,7 +139,7 @@ def reused_key_value():
     return [(stack, "apply", apply), (attention, "key_value", key_value)]
 
 
-REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers: [_unstack(params, layers)[0]] * len(layers))]
+REUSED_PARAMETERS = [(stack, "unstack", lambda params, layers, *period: [_unstack(params, layers, *period)[0]] * len(layers))]
 NO_FINAL_NORM = [
     (stack, "apply", lambda params, *rest, **given: _stack({k: v for k, v in params.items() if k != "norm"}, *rest, **given))
 ]
@@ -162,7 +163,7 @@ def norm_with(statistics_of=lambda x: x, axis=-1, ddof=0, root=lambda variance, 
 # Positions
 
 
-def _embed_with_positions(params, tokens, cfg, types=None):
+def _embed_with_positions(params, tokens, cfg, types=None, embeddings=None):
     return _position(params["decoder"].get("position", {}), _embed(params, tokens, cfg), jnp.arange(tokens.shape[1])[None], cfg)
 
 

@@ -162,8 +162,8 @@ def one_head(width, **fields):
 def test_a_window_of_one_returns_the_value_itself():
     cfg, params = one_head(4, window=1)
     (x,) = draw((2, 6, 4), seed=1)
-    assert (jf.attention.apply(params, x, cfg) == x).all()
-    wider = jf.attention.apply(params, x, dataclasses.replace(cfg, window=2))
+    assert (jf.attention.apply(params, x, cfg)[0] == x).all()
+    wider, _ = jf.attention.apply(params, x, dataclasses.replace(cfg, window=2))
     assert np.abs(wider - x).max() > 0.1
 
 
@@ -171,12 +171,13 @@ def test_a_window_of_one_returns_the_value_itself():
 def test_windows_count_in_every_layer_and_in_cached_chunks(cached):
     cfg = dataclasses.replace(tiny.PRESETS["mixed_windows"], window=(3, None, 1))
     params, ids = tiny.drawn(cfg), tiny.tokens(cfg, batch=1, length=6)
-    run = jax.jit(jf.capture(lambda ids, cache: jf.forward(params, ids, cfg, cache=cache), "*attention.weights"))
+    run = jax.jit(jf.capture(lambda ids, cache: jf.apply(params, ids, cfg, cache=cache), "*attention.weights"))
     cache = jf.init_cache(cfg, 1, 8) if cached else None
     counts = {0: [], 1: [], 2: []}
     for chunk in [ids[:, :2], ids[:, 2:4], ids[:, 4:5], ids[:, 5:]] if cached else [ids]:
         out, seen = run(chunk, cache)
-        cache = out[1] if cached else None
+        cache = out.cache
+        assert (cache is not None) == cached
         for layer, found in counts.items():
             found += (seen[f"decoder.{layer}.attention.weights"] > 0).sum(-1)[0, 0, 0].tolist()
     assert counts == {0: [1, 2, 3, 3, 3, 3], 1: [1, 2, 3, 4, 5, 6], 2: [1] * 6}
@@ -191,7 +192,7 @@ def test_query_head_reads_its_groups_key_value_head():
         **{"query": query, "key": key, "value": jnp.zeros((4, 2, 1)), "out": jnp.eye(4).reshape(2, 2, 1, 4)},
         **{"query_bias": jnp.zeros((2, 2, 1)), "key_bias": jnp.zeros((2, 1)), "value_bias": jnp.array([[1.0], [2.0]])},
     }
-    out, back = jax.vjp(jax.jit(lambda p: jf.attention.apply(p, x, cfg)), params)
+    out, back = jax.vjp(jax.jit(lambda p: jf.attention.apply(p, x, cfg)[0]), params)
     # a softmax sums to 1 up to rounding
     np.testing.assert_allclose(out[0], [[1, 1, 2, 2]] * 3, rtol=1e-6)
     (grads,) = back(jnp.ones_like(out) * jnp.array([1.0, 1.0, 0.0, 0.0]))  # of the first two query heads
@@ -217,8 +218,8 @@ def test_full_forward_is_prefill_and_steps(name):
     """Prompts of 1, 2 and n − 1 tokens, a chunk in the middle, a cache longer than the sequence."""
     cfg = dataclasses.replace(tiny.PRESETS[name], n_layers=2, encoder_layers=min(1, tiny.PRESETS[name].encoder_layers))
     params, ids, given = tiny.drawn(cfg), tiny.tokens(cfg, length=6), tiny.inputs(cfg)
-    run = jax.jit(lambda params, ids, cache, given: jf.forward(params, ids, cfg, cache=cache, **given))
-    whole = run(params, ids, None, given)
+    run = jax.jit(lambda params, ids, cache, given: jf.forward_cached(params, ids, cfg, cache, **given))
+    whole = jax.jit(lambda params, ids, given: jf.forward(params, ids, cfg, **given))(params, ids, given)
     assert np.abs(whole[:, 1:] - whole[:, :-1]).max() > 0.1
     for chunks in CHUNKS[name]:
         cache, start, parts = jf.init_cache(cfg, 2, 9), 0, []

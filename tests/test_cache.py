@@ -10,7 +10,9 @@ import tiny
 from decoding import close, forward, inputs, model
 
 import jaxformer as jf
-from jaxformer.nn import cache as caches
+from jaxformer.config.components import Component
+from jaxformer.nn import cache_spec
+from jaxformer.nn.cache import SOURCE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -29,7 +31,7 @@ def shallow(name):
 
 def test_the_spec_gives_letters_shapes_and_dtypes():
     cfg = of("mixed_windows", dtype="bfloat16")  # windows of 4, all, 4
-    spec = caches.spec(cfg, batch=2, max_len=10, ahead=3)
+    spec = cache_spec.spec(cfg, batch=2, max_len=10, ahead=3)
     assert [sorted(layer) for layer in spec.layers] == [["key", "value"]] * 3
     for layer, slots in zip(spec.layers, (7, 10, 7), strict=True):
         for param in layer.values():
@@ -48,7 +50,7 @@ def test_dtype_is_the_compute_dtype_unless_given():
 
 
 def bytes_of(cfg, *args, **given):
-    return caches.size(jf.spec.abstract(caches.spec(cfg, *args, **given), cfg))
+    return cache_spec.size(jf.spec.abstract(cache_spec.spec(cfg, *args, **given), cfg))
 
 
 def test_a_window_keeps_as_much_as_it_needs_however_long_the_context():
@@ -92,14 +94,14 @@ def test_a_learned_table_bounds_the_cache():
     with pytest.raises(ValueError, match="cache length 25 goes past the learned table of max_length=24"):
         jf.init_cache(cfg, 1, 25)
     with pytest.raises(ValueError, match=r"positions\[0, 1\] = 24 is outside the learned table of max_length=24"):
-        jf.forward(params, [[5, 6]], cfg, cache=jf.init_cache(cfg, 1, 2), positions=[[23, 24]])
+        jf.forward_cached(params, [[5, 6]], cfg, jf.init_cache(cfg, 1, 2), positions=[[23, 24]])
 
 
 def test_models_that_cannot_decode_are_refused():
     with pytest.raises(ValueError, match="a cache needs causal attention"):
         jf.init_cache(of("llama_gqa", causal=False), 1, 8)
     with pytest.raises(ValueError, match="needs cache"):
-        jf.init_cache(of("llama_gqa", attention=jf.component.Component(lambda cfg: {}, lambda params, x, cfg: x)), 1, 8)
+        jf.init_cache(of("llama_gqa", attention=Component(lambda cfg: {}, lambda params, x, cfg: x)), 1, 8)
 
 
 class OtherEntries:
@@ -108,27 +110,28 @@ class OtherEntries:
     spec, cache = staticmethod(jf.attention.grouped_spec), staticmethod(jf.attention.grouped_cache)
 
     @staticmethod
-    def apply(params, x_BTD, cfg, *, extend=None, **where):
-        return jf.attention.grouped_apply(params, x_BTD, cfg, **where, extend=lambda new: extend({"keys": new["key"]}))
+    def apply(params, x_BTD, cfg, *, cache=None, **where):
+        _, _, cache = cache.extend({"keys": x_BTD})
+        return jf.attention.grouped_apply(params, x_BTD, cfg, **where)[0], cache
 
 
 def test_wrong_chunks_are_refused():
     cfg, params = shallow("llama_gqa")
     cache = jf.init_cache(cfg, 2, 8)
     with pytest.raises(ValueError, match="tokens have 1 rows, the cache has 2"):
-        jf.forward(params, [[5]], cfg, cache=cache)
+        jf.forward_cached(params, [[5]], cfg, cache)
     with pytest.raises(ValueError, match="segments cannot be combined with a cache"):
-        jf.forward(params, [[5], [6]], cfg, cache=cache, segments=[[1], [1]])
+        jf.apply(params, [[5], [6]], cfg, cache=cache, segments=[[1], [1]])
     with pytest.raises(ValueError, match="valid must be boolean"):
-        jf.forward(params, [[5], [6]], cfg, cache=cache, valid=[[1], [0]])
+        jf.forward_cached(params, [[5], [6]], cfg, cache, valid=[[1], [0]])
     with pytest.raises(ValueError, match=r"valid has shape \(2, 2\), tokens have \(2, 1\)"):
-        jf.forward(params, [[5], [6]], cfg, cache=cache, valid=np.ones((2, 2), bool))
+        jf.forward_cached(params, [[5], [6]], cfg, cache, valid=np.ones((2, 2), bool))
     other = dataclasses.replace(cfg, attention=OtherEntries)
     with pytest.raises(ValueError, match=r"keeps \['keys'\]; its cache has \['key', 'value'\]"):
-        jf.forward(params, [[5], [6]], other, cache=jf.init_cache(other, 2, 8))
+        jf.forward_cached(params, [[5], [6]], other, jf.init_cache(other, 2, 8))
     pairs, pair_params = shallow("transformer_base")
     with pytest.raises(ValueError, match="the first chunk of an encoder–decoder needs source="):
-        jf.forward(pair_params, [[5]], pairs, cache=jf.init_cache(pairs, 1, 8))
+        jf.forward_cached(pair_params, [[5]], pairs, jf.init_cache(pairs, 1, 8))
 
 
 # Its end (rule 12)
@@ -136,7 +139,7 @@ def test_wrong_chunks_are_refused():
 
 def feed(name, cache, tokens, **given):
     cfg, params = shallow(name)
-    return forward(params, tokens, cfg, cache=cache, **given)
+    return tiny.forward_cached(params, tokens, cfg, cache, **given)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "mistral"])
@@ -145,11 +148,11 @@ def test_exactly_full_works_and_one_more_raises(name):
     tokens = tiny.tokens(cfg, 1, 8)
     _, six = feed(name, jf.init_cache(cfg, 1, 8), tokens[:, :6])
     with pytest.raises(ValueError, match="3 tokens do not fit: 6 of the cache's 8 slots are used"):
-        jf.forward(params, tokens[:, :3], cfg, cache=six)
+        jf.forward_cached(params, tokens[:, :3], cfg, six)
     logits, full = feed(name, six, tokens[:, 6:])
     close(logits, np.asarray(forward(params, tokens, cfg))[:, 6:])
     with pytest.raises(ValueError, match="1 tokens do not fit: 8 of the cache's 8 slots are used"):
-        jf.forward(params, tokens[:, :1], cfg, cache=full)
+        jf.forward_cached(params, tokens[:, :1], cfg, full)
 
 
 def uneven(name, fed=(6, 8)):
@@ -165,7 +168,7 @@ def test_each_row_has_an_end_of_its_own(name):
     tokens, cache = uneven(name)
     assert cache.used.tolist() == [6, 8]
     with pytest.raises(ValueError, match=r"1 tokens do not fit: 8 of the cache's 8 slots are used \(row 1\)"):
-        jf.forward(params, tokens[:, :2], cfg, cache=cache, valid=np.array([[True, True], [True, False]]))
+        jf.forward_cached(params, tokens[:, :2], cfg, cache, valid=np.array([[True, True], [True, False]]))
     only_first = np.array([[True, True], [False, False]])
     jf.Cache.advance(cache, (2, 2), cfg, None, only_first)  # does not raise
     logits, after = feed(name, cache, tokens[:, 6:], valid=only_first)
@@ -239,8 +242,8 @@ def test_the_source_may_stay_where_it_is():
     _, cache = feed("transformer_base", jf.init_cache(cfg, 2, 9), tiny.tokens(cfg, 2, 6), **given)
     taken = jf.Cache.take(cache, np.array([1, 0]), source=False)
     for layer, before in zip(taken.layers, cache.layers, strict=True):
-        assert layer.keys() == before.keys() > {*caches.SOURCE, "key"}
-        assert all(layer[name] is before[name] for name in caches.SOURCE)
+        assert layer.keys() == before.keys() > {*SOURCE, "key"}
+        assert all(layer[name] is before[name] for name in SOURCE)
         np.testing.assert_array_equal(layer["key"], before["key"][::-1])
     next_ = tiny.tokens(cfg, 2, 2, seed=1)
     expected, _ = feed("transformer_base", cache, next_)
@@ -249,7 +252,7 @@ def test_the_source_may_stay_where_it_is():
 
 def test_a_cache_passes_through_jit_and_loops():
     cfg, params = shallow("llama_mqa")
-    step = functools.partial(jf.forward, params, cfg=cfg)
+    step = functools.partial(jf.forward_cached, params, cfg=cfg)
     tokens = tiny.tokens(cfg, 1, 5)
 
     def run(cache, column):
@@ -267,15 +270,15 @@ def test_rewinding_further_than_a_ring_remembers_is_refused():
     """Its slots hold later tokens there; inside jit, where that cannot be said, the row is NaN from then on."""
     cfg, params = model("mistral")
     tokens = tiny.tokens(cfg, 2, 12)
-    _, cache = forward(params, tokens[:, :10], cfg, cache=jf.init_cache(cfg, 2, 24, ahead=2))
+    _, cache = tiny.forward_cached(params, tokens[:, :10], cfg, jf.init_cache(cfg, 2, 24, ahead=2))
     cache.rewind(np.array([8, 10]))
     for used in ([7, 10], [8, 11]):
         with pytest.raises(ValueError, match="rewind to"):
             cache.rewind(np.array(used))
-    _, back = forward(params, tokens[:, 8:9], cfg, cache=cache.rewind(np.array([8, 8])))
+    _, back = tiny.forward_cached(params, tokens[:, 8:9], cfg, cache.rewind(np.array([8, 8])))
     with pytest.raises(ValueError, match="rewind to"):
         back.rewind(np.array([7, 9]))  # two steps back from 9, but three from 10, which the ring has seen
-    logits = jax.jit(lambda cache, used: jf.forward(params, tokens[:, 8:9], cfg, cache=cache.rewind(used))[0])(
+    logits = jax.jit(lambda cache, used: jf.forward_cached(params, tokens[:, 8:9], cfg, cache.rewind(used))[0])(
         cache, np.array([7, 9])
     )
     assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
@@ -286,4 +289,4 @@ def test_a_cache_of_another_config_is_refused(change):
     cfg, params = model("mistral")
     other = dataclasses.replace(cfg, **change)
     with pytest.raises(ValueError, match="made for another config: in layer"):
-        jf.forward(tiny.drawn(other), tiny.tokens(cfg, 2, 3), other, cache=jf.init_cache(cfg, 2, 24))
+        jf.forward_cached(tiny.drawn(other), tiny.tokens(cfg, 2, 3), other, jf.init_cache(cfg, 2, 24))

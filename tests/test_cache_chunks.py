@@ -10,7 +10,7 @@ import tiny
 from decoding import LENGTH, PADS, close, forward, inputs, loud, model, row_inputs
 
 import jaxformer as jf
-from jaxformer.nn import cache as caches
+from jaxformer.nn import cache as cache_module
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -25,7 +25,7 @@ def test_chunks_are_the_whole_forward(name):
     assert np.abs(other - whole)[:, -1].max() > 0.1, "the history matters"
     cache, parts = jf.init_cache(cfg, 1, LENGTH + 3), []
     for at in range(0, LENGTH, 4):
-        logits, cache = forward(params, tokens[:, at : at + 4], cfg, cache=cache, **(given if at == 0 else {}))
+        logits, cache = tiny.forward_cached(params, tokens[:, at : at + 4], cfg, cache, **(given if at == 0 else {}))
         parts.append(logits)
     close(np.concatenate(parts, axis=1), whole)
     assert cache.used.tolist() == [LENGTH]
@@ -57,7 +57,7 @@ def fed(cfg, params, ahead, valid, tokens, slots=None):
     cache, start, parts = jf.init_cache(cfg, ROWS, slots or TOTAL, ahead=ahead), 0, []
     for width in WIDTHS:
         at = slice(start, start + width)
-        logits, cache = forward(params, tokens[:, at], cfg, cache=cache, valid=valid[:, at])
+        logits, cache = tiny.forward_cached(params, tokens[:, at], cfg, cache, valid=valid[:, at])
         parts.append(logits)
         start += width
     return np.concatenate(parts, axis=1), cache
@@ -106,10 +106,12 @@ def test_a_chunk_writes_no_slot_twice(monkeypatch):
     cfg, _ = model("mistral")
     valid = holes()[:, :11]
     info, cache = jf.init_cache(cfg, ROWS, TOTAL).advance((ROWS, 11), cfg, None, valid)
-    written, write = [], caches._write
-    monkeypatch.setattr(caches, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis))
+    written, write = [], cache_module._write
+    monkeypatch.setattr(
+        cache_module, "_write", lambda old, new, slot, axis: written.append(slot) or write(old, new, slot, axis)
+    )
     entry = np.zeros((ROWS, cfg.n_kv_heads, 11, cfg.head_dim), np.float32)
-    cache.writer(0, cfg.layers[0], info).extend({"key": entry, "value": entry})
+    cache.layer(0, cfg.layers[0], info).extend({"key": entry, "value": entry})
     for slots, here in zip(np.asarray(written[0]), valid, strict=True):
         assert len(set(slots)) == 11 and (slots[~here] >= 4).all()
         order = np.arange(here.sum())
@@ -143,7 +145,7 @@ def test_the_cache_may_have_another_dtype_than_the_model(name, dtype, kept):
     for cache_dtype in (kept, dtype):
         cache, logits = jf.init_cache(cfg, 2, 9, dtype=cache_dtype), []
         for at in (0, 3, 6):
-            chunk, cache = forward(params, tokens[:, at : at + 3], cfg, cache=cache, **(given if at == 0 else {}))
+            chunk, cache = tiny.forward_cached(params, tokens[:, at : at + 3], cfg, cache, **(given if at == 0 else {}))
             logits.append(chunk)
             assert {layer[entry].dtype for layer in cache.layers for entry in ("key", "value")} == {np.dtype(cache_dtype)}
         parts[cache_dtype] = np.concatenate(logits, axis=1)

@@ -16,7 +16,7 @@ from jaxformer.config.strict import to_json
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.run import write_run
-from jaxformer.training.update import init_state, make_update
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=1)
@@ -94,10 +94,10 @@ def test_an_object_without_spec_or_apply_is_refused(kind):
 def test_trains_and_loads_again(fields, tmp_path):
     cfg = swapped(**fields)
     optim, steps = jf.OptimConfig(lr=3e-2, warmup_steps=1), 8
-    batch, state, losses = tiny.batch(cfg), jax.jit(lambda: init_state(cfg, optim, steps, seed=0))(), []
-    update = jax.jit(make_update(cfg, optim, steps))
+    batch, state, losses = tiny.batch(cfg), jax.jit(lambda: initial(cfg, optim, steps))(), []
+    step = jax.jit(update(cfg, optim, steps))
     for _ in range(steps):
-        state, metrics = update(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.5
     write_run(tmp_path, jf.Config(model=cfg, optim=optim), tokenizer.Bytes())
@@ -115,8 +115,8 @@ def test_decodes_through_the_cache(fields):
     cfg = swapped(**fields)
     params, tokens = tiny.drawn(cfg), tiny.tokens(cfg, 1, 6)
     whole = np.asarray(forward(params, tokens, cfg))
-    start, cache = forward(params, tokens[:, :4], cfg, cache=jf.init_cache(cfg, 1, 8))
-    rest, _ = forward(params, tokens[:, 4:], cfg, cache=cache)
+    start, cache = tiny.forward_cached(params, tokens[:, :4], cfg, jf.init_cache(cfg, 1, 8))
+    rest, _ = tiny.forward_cached(params, tokens[:, 4:], cfg, cache)
     # float32 sums in another order
     np.testing.assert_allclose(np.concatenate([start, rest], axis=1), whole, atol=1e-5 * np.abs(whole).max(), rtol=0)
 
@@ -147,8 +147,8 @@ def test_alibi_is_the_papers_formula():
         for i in range(5):
             scores = [q_TH[i] @ k_TH[j] / cfg.head_dim**0.5 + slope * (j - i) for j in range(i + 1)]
             expected[i] += softmax(np.array(scores)) @ v_TH[: i + 1] @ out[k, g]
-    found = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, cfg)
-    plain = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, swapped(position="none"))
+    found, _ = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, cfg)
+    plain, _ = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, swapped(position="none"))
     assert np.abs(plain[0] - expected).max() > 0.01, "the bias matters"
     np.testing.assert_allclose(found[0], expected, atol=1e-5)  # float32 against float64, of size 1
 
@@ -181,10 +181,10 @@ def test_mlp_alone():
 
 def test_attention_alone():
     params, x_BTD = alone(jf.attention, CFG)
-    out = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, CFG)
+    out, cache = jax.jit(jf.attention.apply, static_argnums=2)(params, x_BTD, CFG)
     first = np.einsum("BD,DKH->BKH", x_BTD[:, 0].astype(np.float64), params["value"])  # sees only itself
     near(out[:, 0], np.einsum("BKH,KGHD->BD", first, params["out"]))
-    assert out.shape == x_BTD.shape
+    assert out.shape == x_BTD.shape and cache is None
 
 
 def test_position_alone():
@@ -205,13 +205,16 @@ def test_block_alone(residual):
     params, x_BTD = alone(jf.block, cfg)
 
     def by_parts(params, x_BTD):
-        for name, component in (("attention", jf.attention), ("mlp", jf.mlp)):
+        attention = lambda x: jf.attention.apply(params["attention"], x, cfg)[0]
+        mlp = lambda x: jf.mlp.apply(params["mlp"], x, cfg)
+        for name, f in (("attention", attention), ("mlp", mlp)):
             norm = functools.partial(jf.norm.apply, params[f"{name}_norm"], cfg=cfg)
-            f = functools.partial(component.apply, params[name], cfg=cfg)
             x_BTD = x_BTD + f(norm(x_BTD)) if residual == "pre" else norm(x_BTD + f(x_BTD))
         return x_BTD
 
-    near(jax.jit(jf.block.apply, static_argnums=2)(params, x_BTD, cfg), jax.jit(by_parts)(params, x_BTD))
+    out = jax.jit(jf.block.apply, static_argnums=2)(params, x_BTD, cfg)
+    near(out.x_BTD, jax.jit(by_parts)(params, x_BTD))
+    assert out.cache is None and out.routing is None
 
 
 def test_stack_alone():
@@ -220,10 +223,10 @@ def test_stack_alone():
 
     def by_parts(params, x_BTD):
         for layer in range(2):
-            x_BTD = jf.block.apply(jax.tree.map(lambda leaf: leaf[layer], params["layers"]), x_BTD, cfg)  # noqa: B023
+            x_BTD = jf.block.apply(jax.tree.map(lambda leaf: leaf[layer], params["layers"]), x_BTD, cfg).x_BTD  # noqa: B023
         return jf.norm.apply(params["norm"], x_BTD, cfg)
 
-    found = jax.jit(lambda params, x_BTD: jf.stack.apply(params, x_BTD, cfg, info=jf.mask.arange(5)))(params, x_BTD)
+    found = jax.jit(lambda params, x_BTD: jf.stack.apply(params, x_BTD, cfg, info=jf.mask.arange(5)))(params, x_BTD).x_BTD
     near(found, jax.jit(by_parts)(params, x_BTD))
 
 

@@ -43,7 +43,7 @@ def test_equal_configs_share_a_compilation():
 def test_defaults_of_derived_fields():
     cfg = jf.ModelConfig(**SIZES)
     assert (cfg.n_kv_heads, cfg.head_dim, cfg.d_ff) == (4, 2, 32)
-    assert cfg.sizes == {"D": 8, "L": 2, "K": 4, "G": 1, "H": 2, "F": 32, "V": 11, "P": 2048}
+    assert cfg.sizes == {"D": 8, "L": 2, "K": 4, "G": 1, "H": 2, "F": 32, "V": 11, "P": 2048, "O": 8}
 
 
 @pytest.mark.parametrize(

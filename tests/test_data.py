@@ -499,7 +499,7 @@ def test_results_are_kept_and_damage_is_repaired(tmp_path, own_cache, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_encode", forbidden)
-        patch.setattr(tokenizer.pieces, "train", forbidden)
+        patch.setattr(tokenizer.train_sentencepiece, "train", forbidden)
         assert equal(load(cfg).train[0], first.train[0])
         for entry in entries:
             entry.write_bytes(b"")

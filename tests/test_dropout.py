@@ -12,8 +12,10 @@ import pytest
 import jaxformer as jf
 from jaxformer.config.components import Component
 from jaxformer.parallel.placement import PLACEMENTS
-from jaxformer.training.update import init_state, make_evaluate, make_update
+from jaxformer.training.evaluate import make_evaluate
+from jaxformer.training.objective import next_token
 from tests import tiny
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -21,8 +23,21 @@ SIZES = {"vocab_size": 9, "d_model": 32, "n_heads": 2, "d_ff": 8}
 RATE = 0.5
 
 # Blocks whose dropout can be read off: what they add to the residual stream is 1 before dropout, or nothing at all.
-CONSTANT = Component(lambda cfg: {"unused": jf.bias("D")}, lambda params, x_BTD, cfg, **where: jnp.ones_like(x_BTD))
-NOTHING = Component(CONSTANT.spec, lambda params, x_BTD, cfg, **where: jnp.zeros_like(x_BTD))
+
+
+def adding(value: float) -> dict[str, Component]:
+    """An attention and a feed-forward that give ``value`` everywhere."""
+
+    def spec(cfg):
+        return {"unused": jf.bias("D")}
+
+    return {
+        "attention": Component(spec, lambda params, x_BTD, cfg, **where: (jnp.full_like(x_BTD, value), None)),
+        "mlp": Component(spec, lambda params, x_BTD, cfg: jnp.full_like(x_BTD, value)),
+    }
+
+
+CONSTANT, NOTHING = adding(1.0), adding(0.0)
 
 
 def outputs(cfg: jf.ModelConfig, params: dict, key, **given) -> dict[str, np.ndarray]:
@@ -44,7 +59,7 @@ def all_differ(masks) -> bool:
 
 
 def test_residual_dropout_differs_by_layer_and_row():
-    parts = {"attention": NOTHING, "mlp": CONSTANT, "position": "none"}
+    parts = {"attention": NOTHING["attention"], "mlp": CONSTANT["mlp"], "position": "none"}
     cfg = jf.ModelConfig(**SIZES, n_layers=3, residual_dropout=RATE, **parts)
     params = jf.init(cfg, jax.random.key(0))
     params["embedding"]["token"] = jnp.zeros_like(params["embedding"]["token"])
@@ -57,7 +72,7 @@ def test_residual_dropout_differs_by_layer_and_row():
 
 def test_residual_dropout_differs_by_sublayer():
     """Attention and feed-forward that both add 1 give 0, 1 or 2 of them where each has its own mask."""
-    parts = {"attention": CONSTANT, "mlp": CONSTANT, "position": "none"}
+    parts = CONSTANT | {"position": "none"}
     cfg = jf.ModelConfig(**SIZES, n_layers=1, residual_dropout=RATE, **parts)
     params = jf.init(cfg, jax.random.key(0))
     params["embedding"]["token"] = jnp.zeros_like(params["embedding"]["token"])
@@ -66,7 +81,7 @@ def test_residual_dropout_differs_by_sublayer():
 
 def test_attention_dropout_differs_by_layer_and_row():
     """Uniform weights over values of 1, and the same output projection in all layers: only the masks can differ."""
-    cfg = jf.ModelConfig(**SIZES, n_layers=3, attention_dropout=RATE, mlp=NOTHING, qkv_bias=True)
+    cfg = jf.ModelConfig(**SIZES, n_layers=3, attention_dropout=RATE, mlp=NOTHING["mlp"], qkv_bias=True)
     params = jf.init(cfg, jax.random.key(0))
     attention = params["decoder"]["layers"]["attention"]
     attention |= {name: jnp.zeros_like(attention[name]) for name in ("query", "key", "value")}
@@ -79,7 +94,7 @@ def test_attention_dropout_differs_by_layer_and_row():
 
 
 def test_embedding_dropout_differs_between_encoder_and_decoder():
-    fields = {"encoder_layers": 1, "position": "none", "embedding_dropout": RATE, "mlp": NOTHING}
+    fields = {"encoder_layers": 1, "position": "none", "embedding_dropout": RATE, "mlp": NOTHING["mlp"]}
     cfg = jf.ModelConfig(**SIZES, n_layers=1, **fields)
     params, source = jf.init(cfg, jax.random.key(0)), np.full((2, 6), 4)
     for stack, name in (("encoder", "attention"), ("decoder", "attention"), ("decoder", "cross_attention")):
@@ -107,21 +122,20 @@ def test_a_key_decides_and_no_key_is_no_dropout(rate):
 
 ROWS = 4
 TOKENS = np.arange(ROWS, dtype=np.int32)[:, None] + 2
-CFG = jf.ModelConfig(**SIZES, n_layers=1, embedding_dropout=RATE, attention=NOTHING, mlp=NOTHING)
+CFG = jf.ModelConfig(**SIZES, n_layers=1, embedding_dropout=RATE, **NOTHING)
 OPTIM = jf.OptimConfig(warmup_steps=0, beta1=0.0)  # the first moment is then the gradient
 
 
 @functools.cache
 def placement(kind: str, devices: int, microbatches: int, rate: float):
     cfg = dataclasses.replace(CFG, embedding_dropout=rate)
-    make = lambda axis_name: make_update(cfg, OPTIM, 10, microbatches=microbatches, axis_name=axis_name)
-    return PLACEMENTS[kind](make, jax.devices()[:devices])
+    return PLACEMENTS[kind](update(cfg, OPTIM, 10, microbatches), jax.devices()[:devices])
 
 
 def masks(kind: str = "jit", devices: int = 1, microbatches: int = 1, rate: float = RATE, step: int = 0) -> np.ndarray:
     """[rows, D], True where an update numbered ``step`` drops the row's embedding."""
     place = placement(kind, devices, microbatches, rate)
-    state = dataclasses.replace(init_state(CFG, OPTIM, 10, seed=0), step=jnp.int32(step))
+    state = dataclasses.replace(initial(CFG, OPTIM, 10), step=jnp.int32(step))
     batch = {"tokens": TOKENS, "targets": np.full_like(TOKENS, 8), "weights": np.ones(TOKENS.shape, np.float32)}
     state, _ = place.step(place.put_state(state), place.put_batch(batch))
     gradient = optax.tree.get(place.get_state(state).opt_state, "mu")["embedding"]["token"]
@@ -143,15 +157,15 @@ def test_dropout_does_not_depend_on_how_jit_shards_the_rows():
 
 
 def test_another_seed_drops_otherwise():
-    first, second = (init_state(CFG, OPTIM, 10, seed) for seed in (0, 1))
-    assert (jax.random.key_data(first.key) != jax.random.key_data(second.key)).any()
+    first, second = (initial(CFG, OPTIM, 10, seed) for seed in (0, 1))
+    assert (jax.random.key_data(first.rng) != jax.random.key_data(second.rng)).any()
 
 
 def test_evaluation_has_no_dropout():
     cfg = tiny.with_dropout(CFG, 0.3)
     params, batch = tiny.drawn(CFG), tiny.batch(CFG)
     plain = dataclasses.replace(cfg, attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0)
-    found, expected = (jax.jit(make_evaluate(c))(params, batch)["nll"] for c in (cfg, plain))
+    found, expected = (jax.jit(make_evaluate(next_token(c)))(params, batch)["nll"] for c in (cfg, plain))
     assert found == expected
-    _, metrics = jax.jit(make_update(cfg, OPTIM, 10))(dataclasses.replace(init_state(cfg, OPTIM, 10, 0), params=params), batch)
+    _, metrics = jax.jit(update(cfg, OPTIM, 10))(dataclasses.replace(initial(cfg, OPTIM, 10), params=params), batch)
     assert abs(metrics["loss"] - expected / batch["weights"].sum()) > 1e-3  # training has some

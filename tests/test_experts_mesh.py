@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jaxformer as jf
 from jaxformer.config import Experts
 from jaxformer.nn.experts import dispatch, ragged, router
-from jaxformer.nn.experts.router import Routed
 from jaxformer.parallel.sharding import ROWS, MeshConfig, shardings
-from jaxformer.training.objective import loss_sum
+from jaxformer.training.objective import NextToken
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASE = Experts(n_experts=8, per_token=2, d_ff=12)
@@ -47,9 +46,8 @@ def everything(cfg):
     """A function of parameters and tokens: results, gradients, and what the layer did."""
 
     def weighed(params, x_BTD):
-        routed = Routed(jnp.arange(x_BTD.shape[1]) > 0, training=True)
-        y_BTD = router.apply(params, x_BTD, cfg, routed=routed)
-        did = routed.layers[0]
+        counted = jnp.arange(x_BTD.shape[1]) > 0
+        y_BTD, did = router.apply(params, x_BTD, cfg, counted=counted, training=True)
         total = (y_BTD * jnp.cos(jnp.arange(y_BTD.size)).reshape(y_BTD.shape)).sum()
         return total + 0.1 * (did["probability"] ** 2).sum() + 0.1 * did["log_z2"], (y_BTD, did)
 
@@ -71,7 +69,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 @pytest.mark.parametrize(("how", "mesh"), CASES)
 def test_a_layer_is_that_of_one_device(how, mesh, monkeypatch):
     # 4 even shares: two choices of 8 experts fill at most these.
-    cfg = model(dataclasses.replace(BASE, dispatch="capacity", capacity=4.0) if how == "capacity" else BASE)
+    cfg = model(BASE, **({"expert_dispatch": "capacity", "expert_capacity": 4.0} if how == "capacity" else {}))
     if how == "rounds":  # of 5 rows at a time
         monkeypatch.setattr(dispatch, "room", lambda rows, most: min(most, 5))
     params, x_BTD = layer(cfg)
@@ -94,12 +92,11 @@ def test_a_layer_is_that_of_one_device(how, mesh, monkeypatch):
 
 def test_rooms_are_for_a_devices_own_tokens():
     """With too few of them: every device's tokens are as if they were alone, and what is dropped is added up."""
-    cfg = model(dataclasses.replace(BASE, dispatch="capacity", capacity=1.0))
+    cfg = model(BASE, expert_dispatch="capacity", expert_capacity=1.0)
     params, x_BTD = layer(cfg, rows=8, length=6)
 
     def run(params, x_BTD):
-        routed = Routed(training=True)
-        return router.apply(params, x_BTD, cfg, routed=routed), routed.layers[0]
+        return router.apply(params, x_BTD, cfg, counted=True, training=True)
 
     with jax.set_mesh(MeshConfig(expert=4).make()):
         found, did = jax.jit(run)(params, x_BTD)
@@ -115,12 +112,12 @@ def test_what_does_not_divide_is_the_same_too():
     """As in decoding: a token a row, fewer rows than devices."""
     cfg = model(BASE)
     params, x_BTD = layer(cfg, rows=3, length=1)
-    expected = jax.jit(lambda p, x: router.apply(p, x, cfg))(params, x_BTD)
+    expected = jax.jit(lambda p, x: router.apply(p, x, cfg)[0])(params, x_BTD)
     mesh = MeshConfig(expert=4).make()
     with jax.set_mesh(mesh):
         assert not dispatch.divides(x_BTD, BASE, mesh)
         assert not dispatch.divides(jnp.zeros((8, 1, 16)), Experts(n_experts=6, d_ff=12), mesh)
-        close(jax.jit(lambda p, x: router.apply(p, x, cfg))(params, x_BTD), expected)
+        close(jax.jit(lambda p, x: router.apply(p, x, cfg)[0])(params, x_BTD), expected)
 
 
 # In a model
@@ -135,11 +132,12 @@ def smaller(cfg, **fields):
 
 MODELS = {
     "mixtral": smaller(jf.presets.mixtral_8x7b(**SMALL)),
-    "qwen3_moe": smaller(jf.presets.qwen3_moe_30b_a3b(**SMALL | {"head_dim": 16}), number=16, per_token=4),
+    "qwen3_moe": smaller(jf.presets.qwen3_moe_30b_a3b(**SMALL | {"head_dim": 16}), n_experts=16, per_token=4),
     "deepseek_v3": dataclasses.replace(
         tiny.PRESETS["deepseek"],
         mtp=True,
-        experts=dataclasses.replace(tiny.PRESETS["deepseek"].experts, number=8, groups=4, groups_per_token=2, balance_loss=0.1),
+        balance_loss=0.1,
+        experts=dataclasses.replace(tiny.PRESETS["deepseek"].experts, n_experts=8, groups=4, groups_per_token=2),
     ),
 }
 HOW = {
@@ -164,12 +162,13 @@ IN_A_MODEL += [
 @pytest.mark.parametrize(("name", "mesh", "how", "kind"), IN_A_MODEL)
 def test_a_models_loss_and_gradients_are_those_of_one_device(name, mesh, how, kind):
     cfg = MODELS[name]
-    rooms = {} if kind == "dropless" else {"dispatch": kind, "capacity": cfg.experts.number / cfg.experts.per_token}
-    cfg = dataclasses.replace(cfg, **HOW[how], experts=dataclasses.replace(cfg.experts, **rooms))
+    capacity = cfg.experts.n_experts / cfg.experts.per_token
+    rooms = {} if kind == "dropless" else {"expert_dispatch": kind, "expert_capacity": capacity}
+    cfg = dataclasses.replace(cfg, **HOW[how], **rooms)
     params, batch = tiny.drawn(cfg), tiny.batch(cfg, 8, length=8)
     mesh = MESHES[mesh].make()
     placed = shardings(jf.model.spec(cfg), cfg, mesh)
-    run = lambda: jax.jit(jax.grad(lambda p, b: loss_sum(p, b, cfg), has_aux=True))
+    run = lambda: jax.jit(jax.grad(NextToken(cfg), has_aux=True))
     expected = run()(params, batch)
     assert min(float(np.abs(g).max()) for g in jax.tree.leaves(expected[0]["decoder"]["layers"]["moe"]["up"])) > 1e-3
     with jax.set_mesh(mesh):
@@ -205,8 +204,8 @@ def compiled(cfg, mesh, rows=8, length=32):
     x_BTD = jax.ShapeDtypeStruct((rows, length, cfg.d_model), cfg.execution.dtype, sharding=at)
 
     def loss(params, x_BTD):
-        routed = Routed(training=True)
-        return (router.apply(params, x_BTD, cfg, routed=routed) ** 2).sum(), routed.layers
+        y_BTD, did = router.apply(params, x_BTD, cfg, counted=True, training=True)
+        return (y_BTD**2).sum(), did
 
     with jax.set_mesh(mesh):
         program = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
@@ -215,9 +214,9 @@ def compiled(cfg, mesh, rows=8, length=32):
 
 @pytest.mark.parametrize("how", ["dropless", "capacity"])
 def test_tokens_go_by_all_to_all_and_nothing_large_is_gathered(how, monkeypatch):
-    cfg = model(dataclasses.replace(BASE, d_ff=20, dispatch=how), d_model=24)
+    cfg = model(dataclasses.replace(BASE, d_ff=20), d_model=24, expert_dispatch=how)
     mesh = MeshConfig(expert=4, data=2).make()
-    largest = 24 * BASE.number  # the router's weights, which all need whole
+    largest = 24 * BASE.n_experts  # the router's weights, which all need whole
 
     def gathered(text):
         found = [shape for kind in ("all-gather", "collective-permute") for shape in collectives(text, kind)]

@@ -17,8 +17,9 @@ import tiny
 from jax.sharding import AbstractMesh, Mesh
 
 import jaxformer as jf
+from examples import hybrid
 from jaxformer.config.components import Component
-from jaxformer.explain import __main__ as command
+from jaxformer.cost import command
 from jaxformer.nn.dense import dense
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
@@ -128,6 +129,21 @@ def test_layers_of_one_kind_are_one_and_windows_bound_the_cache():
     }
 
 
+def test_layers_of_other_components_have_their_own_rows_and_cache():
+    """Three layers of a recurrence to one of attention: its two products run for every token, its state is one per row."""
+    cfg = hybrid.cfg
+    found = jf.explain(cfg, 2, 8)
+    rows = by_name(found)
+    state, read = rows["decoder.layer[0-2,4-6].attention.write"], rows["decoder.layer[0-2,4-6].attention.read"]
+    assert (state.times, state.flops, read.flops) == (6, 2 * 2 * 8 * 2 * 16 * 32, 2 * 2 * 8 * 4 * 16 * 32)
+    assert (rows["decoder.layer[3,7].attention.scores"].times, rows["decoder.layer[3,7].mlp.up"].times) == (2, 2)
+    assert {(kept.name, kept.numbers, kept.bytes, kept.layers, kept.per) for kept in found.cache} == {
+        ("decoder.layer[0-2,4-6]", 2 * 16 * 32, 4 * 2 * 16 * 32, 6, "row"),
+        ("decoder.layer[3,7]", 2 * 2 * 16, 4 * 2 * 2 * 16, 2, "token"),
+    }
+    assert found.cache_bytes == 2 * 4 * 2 * 2 * 16 and "4,096 B per row in each of 6 layers" in str(found)
+
+
 def test_an_encoder_and_cross_attention():
     found = jf.explain(tiny.PRESETS["transformer_base"], 2, 8)
     rows = by_name(found)
@@ -148,7 +164,7 @@ def test_every_preset(name):
     for path, param in jf.spec.walk(jf.model.spec(cfg)):
         if param.decay and not path.startswith("embedding") and ".position." not in path:
             is_expert = "E" in param.dims and not path.endswith("router")
-            part = (cfg.experts.per_token, cfg.experts.number) if is_expert else (1, 1)
+            part = (cfg.experts.per_token, cfg.experts.n_experts) if is_expert else (1, 1)
             met += math.prod(param.shape(cfg)) * part[0] // part[1]
     assert found.forward_flops == 2 * met * batch * length + free
     assert free > 0 and found.parameters == jf.spec.count(jf.model.spec(cfg), cfg)
@@ -242,7 +258,7 @@ def test_parameters_of_a_device():
     assert found.devices == 64
     # all that is large is spread over all devices; a norm's gain over the 8 of fsdp
     assert found.parameter_bytes_device == (found.parameter_bytes - 65 * 4096 * 4) // 64 + 65 * 4096 * 4 // 8
-    assert "a device of 64" in str(found)
+    assert "per device of 64" in str(found)
 
 
 # What is refused, and what nobody told of
@@ -255,7 +271,7 @@ LLAMA = tiny.PRESETS["llama_gqa"]
     [
         (LLAMA, (0, 8), "batch=0 must be an integer of at least 1"),
         (LLAMA, (2, 8.0), "length=8.0 must be an integer"),
-        (LLAMA, (6, 8, MeshConfig(fsdp=4)), "batch_size=6 does not divide by 4 devices .*; the nearest is 8"),
+        (LLAMA, (6, 8, MeshConfig(fsdp=4)), "batch_size=6 does not divide by 4 devices; the nearest is 8"),
         (LLAMA, (4, 7, MeshConfig(context=2)), "length=7 does not divide by 2 devices"),
         (LLAMA, (4, 8, "fsdp"), "mesh must be a MeshConfig or a mesh of JAX, not str"),
         (LLAMA, (4, 8, AbstractMesh((2,), ("x",))), "mesh has the axes x; it must have data, fsdp"),
@@ -316,17 +332,19 @@ def test_a_loop_of_unknown_length_is_refused():
 def test_the_command_reads_config_files_and_presets():
     path = ROOT / "configs" / "dates.py"
     config, _ = run.read_config(path)
-    options = command.parse([str(path), "--model.n-layers", "1", "--mesh.fsdp", "2"])
+    options = command.parse_explain([str(path), "--model.n-layers", "1", "--mesh.fsdp", "2"])
     assert options.model == dataclasses.replace(config.model, n_layers=1) and options.mesh == MeshConfig(fsdp=2)
     assert (options.batch, options.length) == (config.data.batch_size, config.data.length)
-    assert command.parse(["gpt2", "--batch", "3"]) == command.Options(jf.presets.gpt2(), batch=3, length=1024)
+    assert command.parse_explain(["gpt2", "--batch", "3"]) == command.ExplainOptions(
+        model=jf.presets.gpt2(), batch=3, length=1024
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["gpt3"], "no config file or preset gpt3; did you mean 'gpt2'"),
-        (["--batch", "3"], "give a config file or a preset first; presets: decoder_2017"),
+        (["--batch", "3"], "the first argument must be a config file or a preset; presets: decoder_2017"),
         (["llama"], "no config file or preset llama; did you mean"),
         (["gpt2", "--batch", "0"], "batch=0 must be at least 1"),
         (["gpt2", "--json", "--markdown"], "give one of --markdown, --json"),
@@ -335,16 +353,16 @@ def test_the_command_reads_config_files_and_presets():
 )
 def test_wrong_arguments_say_why(arguments, message, capfd):
     with pytest.raises((ValueError, SystemExit)) as error:
-        command.parse(arguments)
+        command.parse_explain(arguments)
     told = re.sub(r"[│\s]+", " ", capfd.readouterr().err) if error.type is SystemExit else str(error.value)
     assert message in told
 
 
 def test_the_command_writes_json_and_markdown(capsys):
-    command.main(["gpt2", "--json", "--batch", "1"])
+    command.explain_command(["gpt2", "--json", "--batch", "1"])
     found = json.loads(capsys.readouterr().out)
     assert found["forward_flops"] == jf.explain(jf.presets.gpt2(), 1, 1024).forward_flops
-    command.main(["gpt2", "--markdown", "--batch", "1", "--mesh.tensor", "4"])
+    command.explain_command(["gpt2", "--markdown", "--batch", "1", "--mesh.tensor", "4"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(lines) == 2 + len(found["rows"]) + 2 + 5
     assert {line.count("|") for line in lines[: 2 + len(found["rows"])]} == {11}

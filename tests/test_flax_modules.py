@@ -163,6 +163,10 @@ def test_a_loaded_model_takes_the_place_of_a_removed_class(tmp_path):
     assert apart < 2e-5 * np.abs(reference["logits_padded"]).max()  # as in test_hf
     hidden = module.apply({"params": params}, reference["input_ids"], valid=valid, hidden=True)
     equal(hidden, jf.hidden(params, reference["input_ids"], cfg, valid=valid))
-    cache = jf.init_cache(cfg, 1, 8)
-    first, cache = module.apply({"params": params}, reference["greedy_prompt"], cache=cache)
+    prompt, empty = reference["greedy_prompt"], jf.init_cache(cfg, 1, 8)
+    first, cache = module.apply({"params": params}, prompt, cache=empty)
     equal(first.argmax(-1)[:, -1], reference["greedy_ids"][:, 5])
+    equal((first, cache), jf.forward_cached(params, prompt, cfg, empty))
+    equal((first, cache), jf.flax.nnx_module(cfg, params=params)(prompt, cache=empty))
+    out = jf.apply(params, prompt, cfg, cache=empty)
+    equal(module.apply({"params": params}, prompt, cache=empty, hidden=True), (out.hidden, out.cache))

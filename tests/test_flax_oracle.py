@@ -1,5 +1,7 @@
 """Flax linen's own layers as an independent oracle: values and gradients, parameters mapped by hand."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -93,12 +95,12 @@ VALID = np.array([[True] * T, [True, True, False, True, False, False]])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_self_attention(causal, padded):
-    cfg = jf.ModelConfig(**{**vars(CFG), "causal": causal})
+    cfg = dataclasses.replace(CFG, causal=causal)
     info = jf.mask.arange(T).replace(valid=VALID if padded else None)
     causal_mask = nn.make_causal_mask(np.ones((B, T))) if causal else None
     padding = nn.make_attention_mask(np.ones((B, T)), VALID) if padded else None
     same(
-        lambda p, x: jf.attention.apply(p, x, cfg, info=info),
+        lambda p, x: jf.attention.apply(p, x, cfg, info=info)[0],
         lambda p, x: flax_attention(p, x, x, nn.combine_masks(causal_mask, padding)),
         attention_params(),
         normal(B, T, D),
@@ -112,11 +114,11 @@ def test_cross_attention(padded):
     valid = VALID[:, :S] if padded else None
     info = jf.mask.arange(S).replace(valid=valid)
 
-    def ours(p, x, memory):
-        return jf.attention.apply(p, x, CFG, memory=jf.attention.key_value(p, memory, CFG, info))
+    def ours(p, x, source):
+        return jf.attention.apply(p, x, CFG, cross_attention_kv=jf.attention.key_value(p, source, CFG, info))[0]
 
     mask = nn.make_attention_mask(np.ones((B, T)), valid) if padded else None
-    theirs = lambda p, x, memory: flax_attention(p, x, memory, mask)
+    theirs = lambda p, x, source: flax_attention(p, x, source, mask)
     same(ours, theirs, attention_params(), normal(B, T, D), normal(B, S, D), idle=IDLE)
 
 

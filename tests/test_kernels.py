@@ -14,13 +14,13 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxformer as jf
+from jaxformer.cost import topology
+from jaxformer.cost.compile import not_cached
 from jaxformer.nn import inputs
 from jaxformer.nn.kernels import cudnn, select, splash
 from jaxformer.nn.kernels.call import AttentionCall
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.parallel.sharding import MeshConfig
-from jaxformer.plan import topology
-from jaxformer.plan.compile import not_cached
 
 CFG = jf.presets.llama(vocab_size=17, d_model=64, n_layers=1, n_heads=4)
 LENGTH = 256
@@ -77,7 +77,7 @@ def both(kernel, case, shape="gqa", dtype="float32"):
 
     def run(name):
         named = dataclasses.replace(cfg, attention_kernel=name)
-        mix = functools.partial(select.mix, info=query_at, key_info=at, cfg=named, crossing=case.get("crossing", False))
+        mix = functools.partial(jf.mix, info=query_at, key_info=at, cfg=named, crossing=case.get("crossing", False))
         value, back = jax.vjp(lambda q, k, v: mix(q, k, v).astype(jnp.float32) * weight, q, k, v)
         return value, *back(jnp.ones_like(weight))
 
@@ -196,16 +196,16 @@ GOOD = AttentionCall(queries=256, keys=256, key_width=128, value_width=128, dtyp
 @pytest.mark.parametrize("kernel,what", [(kernel, what) for kernel, cases in REFUSED.items() for what in cases])
 def test_what_a_kernel_cannot_do_is_refused_when_named_and_plain_by_itself(kernel, what, monkeypatch):
     fields, words = REFUSED[kernel][what]
-    site = dataclasses.replace(GOOD, **fields)
+    call = dataclasses.replace(GOOD, **fields)
     named = dataclasses.replace(CFG, attention_kernel=kernel)
     assert select.choose(named, GOOD) == kernel
     with pytest.raises(ValueError, match=words) as error:
-        select.choose(named, site)
+        select.choose(named, call)
     assert "'auto'" in str(error.value)
     platform = {own: name for name, own in select.OF_PLATFORM.items()}[kernel]
     monkeypatch.setattr(select, "platform", lambda: platform)
     assert select.choose(CFG, GOOD) == kernel
-    assert select.choose(CFG, site) == "xla"
+    assert select.choose(CFG, call) == "xla"
 
 
 def test_caches_are_read_by_plain_xla_whatever_is_named(monkeypatch):
@@ -229,8 +229,8 @@ def test_auto_says_what_it_takes(monkeypatch, caplog):
     monkeypatch.setattr(select, "platform", lambda: "tpu")
     select._tell.cache_clear()
     caplog.set_level("INFO")
-    for site in (GOOD, dataclasses.replace(GOOD, ordered=False), dataclasses.replace(GOOD, dropout=True), GOOD):
-        select.choose(CFG, site)
+    for call in (GOOD, dataclasses.replace(GOOD, ordered=False), dataclasses.replace(GOOD, dropout=True), GOOD):
+        select.choose(CFG, call)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "attention: splash"),
         ("WARNING", "attention: plain XLA, which is slower: splash makes no weights that dropout could act on"),
@@ -266,8 +266,8 @@ def test_the_readme_has_the_table():
     assert select.table() in readme
 
 
-def _can(site):
-    return select.LIMITS["splash"](site) is None
+def _can(call):
+    return select.LIMITS["splash"](call) is None
 
 
 COMPILED = [name for name, fields in select.FEATURES.items() if _can(dataclasses.replace(select.TYPICAL, **fields))]
@@ -278,22 +278,22 @@ COMPILED = [name for name, fields in select.FEATURES.items() if _can(dataclasses
 def test_splash_compiles_for_tpus(feature):
     """Everything that the table says of it, forward and backward, for four chips."""
     pytest.importorskip("libtpu")
-    site = dataclasses.replace(select.TYPICAL, **select.FEATURES[feature])
-    queries, keys = site.queries // 4, site.keys // 4
-    config = MeshConfig(context=4) if site.shards == 4 else MeshConfig(tensor=2, fsdp=2)
+    call = dataclasses.replace(select.TYPICAL, **select.FEATURES[feature])
+    queries, keys = call.queries // 4, call.keys // 4
+    config = MeshConfig(context=4) if call.shards == 4 else MeshConfig(tensor=2, fsdp=2)
     mesh = config.make(topology.devices(topology.parse("v5e:2x2")))
-    cfg = dataclasses.replace(CFG, window=site.window, causal=site.causal, attention_softcap=site.softcap)
+    cfg = dataclasses.replace(CFG, window=call.window, causal=call.causal, attention_softcap=call.softcap)
     ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    draw = lambda *shape: jax.ShapeDtypeStruct(shape, site.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    q, k = draw(2, 2, 2, queries, site.key_width), draw(2, 2, keys, site.key_width)
-    v = draw(2, 2, keys, site.value_width)
+    draw = lambda *shape: jax.ShapeDtypeStruct(shape, call.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    q, k = draw(2, 2, 2, queries, call.key_width), draw(2, 2, keys, call.key_width)
+    v = draw(2, 2, keys, call.value_width)
 
     def loss(q, k, v, ids):
         def at(length):
             order, own = jnp.arange(length)[None], ids[:, :length]
-            return TokenInfo(order, order, own if site.segments else None, own > 0 if site.padding else None, ordered=True)
+            return TokenInfo(order, order, own if call.segments else None, own > 0 if call.padding else None, ordered=True)
 
-        return select.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
+        return jf.mix(q, k, v, at(queries), at(keys), cfg, crossing=keys != queries).astype(jnp.float32).sum()
 
     with jax.set_mesh(mesh), not_cached():
         program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v, ids).compile()

@@ -10,8 +10,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.config import Experts, Latent
-from jaxformer.nn import cache as caches
-from jaxformer.nn import latent
+from jaxformer.nn import cache_spec, latent
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LATENT = Latent(rank=12, query_rank=10, rope_dim=4, value_dim=6)
@@ -55,7 +54,7 @@ def test_it_is_what_the_paper_says(query_rank):
     layer = jax.tree.map(lambda p: p[0], tiny.drawn(cfg)["decoder"]["layers"]["attention"])
     assert ("query_down" in layer) == bool(query_rank)
     x = np.random.default_rng(0).normal(size=(7, 16)).astype(np.float32)
-    found = jf.attention.apply(layer, jnp.asarray(x)[None], cfg)
+    found, _ = jf.attention.apply(layer, jnp.asarray(x)[None], cfg)
     np.testing.assert_allclose(found[0], by_hand(layer, x, cfg), atol=1e-5)  # sums of some dozen products of order 1
 
 
@@ -69,7 +68,7 @@ def test_every_step_of_a_decode_is_the_whole_forward(form, chunks, monkeypatch):
     whole = np.asarray(jf.forward(params, tokens, cfg))
     cache, start, out = jf.init_cache(cfg, 2, 12), 0, []
     for length in chunks:
-        logits, cache = jf.forward(params, tokens[:, start : start + length], cfg, cache=cache)
+        logits, cache = jf.forward_cached(params, tokens[:, start : start + length], cfg, cache)
         out.append(logits)
         start += length
     assert np.abs(whole).max() > 1
@@ -89,7 +88,7 @@ def test_a_cache_keeps_the_latent_and_one_rotary_key():
 
     def numbers_a_token(cfg):
         sizes = [
-            caches.size(jax.eval_shape(lambda: jf.init_cache(cfg, 1, length)))  # noqa: B023
+            cache_spec.size(jax.eval_shape(lambda: jf.init_cache(cfg, 1, length)))  # noqa: B023
             for length in (64, 128)
         ]
         return (sizes[1] - sizes[0]) / 64 / cfg.n_layers / 2  # bfloat16
@@ -129,7 +128,7 @@ def test_a_window_and_weights_that_can_be_seen():
     cache = jf.init_cache(cfg, 2, 12)
     out = []
     for i in range(9):
-        logits, cache = jf.forward(params, tokens[:, i : i + 1], cfg, cache=cache)
+        logits, cache = jf.forward_cached(params, tokens[:, i : i + 1], cfg, cache)
         out.append(logits)
     np.testing.assert_allclose(np.concatenate(out, 1), whole, atol=1e-5)
 

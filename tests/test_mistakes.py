@@ -16,8 +16,8 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.data import packing
+from jaxformer.nn import attend as attend_module
 from jaxformer.nn import attention, block, mask, mlp, norm, position, rope
-from jaxformer.nn.kernels import select
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 sums of some dozens of terms of size 1
@@ -58,7 +58,7 @@ def queries_and_keys_may_differ_in_number():
     whole = fresh(lambda ids: jf.forward(params, ids, LEARNED), ids)
     cache, parts = jf.init_cache(LEARNED, 2, 6), []
     for i in range(4):
-        logits, cache = fresh(lambda ids, cache: jf.forward(params, ids, LEARNED, cache=cache), ids[:, i : i + 1], cache)
+        logits, cache = fresh(lambda ids, cache: jf.forward_cached(params, ids, LEARNED, cache), ids[:, i : i + 1], cache)
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, **CLOSE)
 
@@ -74,13 +74,13 @@ def scores_are_scaled_by_the_head_width():
 def a_block_whose_sublayers_give_nothing_is_the_identity():
     params, x = part(ROPE, None), draw(2, 3, D)
     silent = {name: params[name] | {out: 0 * params[name][out]} for name, out in (("attention", "out"), ("mlp", "down"))}
-    np.testing.assert_array_equal(fresh(lambda x: block.apply(params | silent, x, ROPE), x), x)
+    np.testing.assert_array_equal(fresh(lambda x: block.apply(params | silent, x, ROPE).x_BTD, x), x)
 
 
 def heads_are_mixed():
     params, x = part(ROPE, "attention"), draw(1, 4, D)
     moved = params | {"value": params["value"].at[:, 0].add(1.0)}
-    run = lambda params: attention.apply(params, x, ROPE)
+    run = lambda params: attention.apply(params, x, ROPE)[0]
     change = np.abs(fresh(run, moved) - fresh(run, params))
     assert change[..., :H].max() > 0.1 and change[..., H:].max() > 0.1
 
@@ -112,7 +112,7 @@ def the_target_is_the_next_token():
 
 def a_position_sees_itself_and_what_is_before():
     params, x = part(ROPE, "attention"), draw(1, 5, D)
-    run = lambda x: attention.apply(params, x, ROPE)[0].sum(-1)
+    run = lambda x: attention.apply(params, x, ROPE)[0][0].sum(-1)
     reach = np.abs(fresh(jax.jacrev(run), x))[:, 0].max(-1) > 0
     np.testing.assert_array_equal(reach, np.tril(np.ones((5, 5))))
 
@@ -120,7 +120,7 @@ def a_position_sees_itself_and_what_is_before():
 def a_row_that_sees_nothing_is_zero_with_finite_gradients():
     seen = np.array([[[0, 0, 0], [1, 0, 0], [1, 1, 0]]], bool)
     q, k, v = draw(1, 1, 1, 3, 4), draw(1, 1, 3, 4), draw(1, 1, 3, 4, seed=1)
-    out, back = jax.vjp(lambda *qkv: select.attend(*qkv, seen), q, k, v)
+    out, back = jax.vjp(lambda *qkv: attend_module.attend(*qkv, seen), q, k, v)
     assert (out[0, 0, 0, 0] == 0).all()
     for gradient in back(jnp.ones_like(out)):
         assert np.isfinite(gradient).all()
@@ -134,7 +134,7 @@ def large_scores_stay_finite():
         large = [(scale * x).astype(dtype) for x in (q, k)]
         exact = np.einsum("th,sh->ts", *(np.asarray(x, np.float64).squeeze() for x in large)) / 8
         best = np.asarray(v)[0, 0][exact.argmax(-1)]  # the largest leads by hundreds: its weight is 1
-        np.testing.assert_allclose(select.attend(*large, v.astype(dtype), seen)[0, 0, 0], best, rtol=1e-3)
+        np.testing.assert_allclose(attend_module.attend(*large, v.astype(dtype), seen)[0, 0, 0], best, rtol=1e-3)
 
 
 def squares_do_not_overflow(name):
@@ -177,7 +177,7 @@ def rope_turns_once():
 
 def only_distances_count():
     params, x = part(ROPE, "attention"), draw(1, 5, D)
-    run = lambda info: attention.apply(params, x, ROPE, info=info)
+    run = lambda info: attention.apply(params, x, ROPE, info=info)[0]
     info = mask.arange(5)
     shifted = info.replace(position=info.position + 7)
     np.testing.assert_allclose(fresh(run, shifted), fresh(run, info), **CLOSE)
@@ -193,7 +193,7 @@ def a_position_past_the_table_is_not_the_last_one():
 def neighbouring_query_heads_share_a_key_value_head():
     q, k = draw(1, 2, 2, 3, 4), draw(1, 2, 3, 4)
     v = jnp.broadcast_to(jnp.array([1.0, 2.0])[None, :, None, None], k.shape)
-    heads = select.attend(q, k, v, None).reshape(4, 3, 4)
+    heads = attend_module.attend(q, k, v, None).reshape(4, 3, 4)
     np.testing.assert_allclose(heads[:, 0, 0], [1, 1, 2, 2], rtol=1e-6)
 
 

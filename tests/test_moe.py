@@ -12,7 +12,6 @@ import tiny
 import jaxformer as jf
 from jaxformer.config import Experts
 from jaxformer.nn.experts import ragged, router
-from jaxformer.nn.experts.router import Routed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASE = Experts(n_experts=4, per_token=2, d_ff=12)
@@ -20,7 +19,7 @@ SCORES = {
     "softmax": BASE,
     "as they are": dataclasses.replace(BASE, normalize=False, per_token=1),
     "sigmoid": dataclasses.replace(BASE, score="sigmoid", scale=2.5, selection_bias=True, shared=2),
-    "groups": dataclasses.replace(BASE, number=6, groups=3, groups_per_token=2, per_token=3, score="sigmoid"),
+    "groups": dataclasses.replace(BASE, n_experts=6, groups=3, groups_per_token=2, per_token=3, score="sigmoid"),
 }
 
 
@@ -46,14 +45,14 @@ def chosen_by_hand(params, x_BTD, experts, room=None):
     scores = np.asarray(jax.nn.softmax(logits)) if experts.score == "softmax" else 1 / (1 + np.exp(-logits))
     chosen = []
     for row in scores + np.asarray(params.get("bias", 0.0)):
-        allowed = list(range(experts.number))
+        allowed = list(range(experts.n_experts))
         if experts.groups > 1:
-            size = experts.number // experts.groups
+            size = experts.n_experts // experts.groups
             groups = [sorted(row[g * size : (g + 1) * size])[-2:] for g in range(experts.groups)]
             best = sorted(range(experts.groups), key=lambda g: -sum(groups[g]))[: experts.groups_per_token]
             allowed = [e for e in allowed if e // size in best]
         chosen.append(sorted(allowed, key=lambda e: (-row[e], e))[: experts.per_token])
-    used = dict.fromkeys(range(experts.number), 0)
+    used = dict.fromkeys(range(experts.n_experts), 0)
     kept = np.zeros((len(chosen), experts.per_token), bool)
     for j in range(experts.per_token):
         for t, mine in enumerate(chosen):
@@ -86,12 +85,12 @@ def close(a, b):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), a, b)
 
 
-def compared(experts, params, x_BTD, room=None):
-    cfg, (chosen, kept) = model(experts), chosen_by_hand(params, x_BTD, experts, room)
+def compared(experts, params, x_BTD, room=None, **execution):
+    cfg, (chosen, kept) = model(experts, **execution), chosen_by_hand(params, x_BTD, experts, room)
     weights = jnp.cos(jnp.arange(x_BTD.size)).reshape(x_BTD.shape)
 
     def apply(params, x):
-        return router.apply(params, x, cfg, routed=Routed(training=True))
+        return router.apply(params, x, cfg, training=True)[0]
 
     def ours(params, x):
         return (apply(params, x) * weights).sum()
@@ -123,48 +122,47 @@ def test_uneven_loads(loads):
     x_BTD = jnp.abs(x_BTD)  # so that a column of the router decides
     column = {"one has all": 3.0, "one has none": -3.0}[loads]
     params["router"] = params["router"].at[:, 2].set(column)
-    routed = Routed()
-    router.apply(params, x_BTD, model(BASE), routed=routed)
-    assert routed.layers[0]["load"][2] == (11 if column > 0 else 0)
+    _, sums = router.apply(params, x_BTD, model(BASE), counted=True)
+    assert sums["load"][2] == (11 if column > 0 else 0)
     compared(BASE, params, x_BTD)
 
 
 def test_capacity_with_room_is_dropless():
-    roomy = dataclasses.replace(BASE, dispatch="capacity", capacity=4.0)
+    roomy = {"expert_dispatch": "capacity", "expert_capacity": 4.0}
     params, x_BTD = layer(model(BASE))
-    close(router.apply(params, x_BTD, model(roomy), routed=Routed(training=True)), router.apply(params, x_BTD, model(BASE)))
-    compared(roomy, params, x_BTD)
+    limited, _ = router.apply(params, x_BTD, model(BASE, **roomy), training=True)
+    close(limited, router.apply(params, x_BTD, model(BASE))[0])
+    compared(BASE, params, x_BTD, **roomy)
 
 
 def test_what_has_no_room_passes_by_and_is_counted():
-    tight = dataclasses.replace(BASE, dispatch="capacity", capacity=0.3)
+    tight = {"expert_dispatch": "capacity", "expert_capacity": 0.3}
     room = 2  # of 11 · 2 choices, 0.3 of the even share of 4 experts: 1.65, rounded up
     params, x_BTD = layer(model(BASE), tokens=11)
-    routed = Routed(training=True)
-    y_BTD = router.apply(params, x_BTD, model(tight), routed=routed)
-    chosen, kept = chosen_by_hand(params, x_BTD, tight, room)
-    close(y_BTD, by_hand(params, x_BTD, tight, chosen, kept))
-    assert not kept.all() and routed.layers[0]["dropped"] == (~kept).sum()
+    y_BTD, sums = router.apply(params, x_BTD, model(BASE, **tight), counted=True, training=True)
+    chosen, kept = chosen_by_hand(params, x_BTD, BASE, room)
+    close(y_BTD, by_hand(params, x_BTD, BASE, chosen, kept))
+    assert not kept.all() and sums["dropped"] == (~kept).sum()
     lost = ~kept.any(1)
     assert lost.any() and not np.asarray(y_BTD)[0, lost].any(), "nothing is added to the residual"
-    compared(tight, params, x_BTD, room)
-    for outside in (None, Routed()):  # of training: what a token gets must not depend on those it is computed with
-        close(router.apply(params, x_BTD, model(tight), routed=outside), router.apply(params, x_BTD, model(BASE)))
+    compared(BASE, params, x_BTD, room, **tight)
+    for counted in (None, True):  # outside training, what a token gets must not depend on those it is computed with
+        outside, _ = router.apply(params, x_BTD, model(BASE, **tight), counted=counted)
+        close(outside, router.apply(params, x_BTD, model(BASE))[0])
 
 
 def test_padding_takes_no_room_and_does_not_count():
-    tight = dataclasses.replace(BASE, dispatch="capacity", capacity=1.0)
+    tight = model(BASE, expert_dispatch="capacity", expert_capacity=1.0)
     params, x_BTD = layer(model(BASE), tokens=8)
     padded = jnp.concatenate([jnp.full((1, 8, 16), 100.0), x_BTD], axis=1)
     valid = jnp.arange(16)[None] >= 8
-    looser = dataclasses.replace(tight, capacity=0.5)  # of twice as many tokens: the same room
-    alone, together = Routed(training=True), Routed(training=True)
-    expected = router.apply(params, x_BTD, model(tight), routed=alone)
-    found = router.apply(params, padded, model(looser), valid=valid, routed=together)
+    looser = dataclasses.replace(tight, expert_capacity=0.5)  # of twice as many tokens: the same room
+    expected, alone = router.apply(params, x_BTD, tight, counted=True, training=True)
+    found, together = router.apply(params, padded, looser, valid=valid, counted=True, training=True)
     close(found[:, 8:], expected)
     assert not np.asarray(found[:, :8]).any()
-    close(together.layers, alone.layers)
-    assert alone.layers[0]["tokens"] == 8
+    close(together, alone)
+    assert alone["tokens"] == 8
 
 
 # The product
@@ -212,7 +210,7 @@ def test_a_token_costs_what_its_own_experts_cost():
     params = jf.spec.abstract(router.spec(cfg), cfg)
     tokens = 2048
     x_BTD = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
-    counted = jax.jit(lambda p, x: router.apply(p, x, cfg)).lower(params, x_BTD).compile().cost_analysis()["flops"]
+    counted = jax.jit(lambda p, x: router.apply(p, x, cfg)[0]).lower(params, x_BTD).compile().cost_analysis()["flops"]
     active = 2 * tokens * (2 * 3 * 64 * 128 + 64 * 8)
     assert 1 <= counted / active < 1.1
 
@@ -239,8 +237,8 @@ def test_layers_with_and_without_scanned_and_unrolled():
     assert rows == {"mlp": 2, "moe": 2}
 
     def run(cfg, params):
-        routed = Routed()
-        return jf.hidden(params, tokens, cfg, routed=routed), routed.layers
+        out = jf.apply(params, tokens, cfg, counted=True)
+        return out.hidden, out.routing
 
     plain = jax.jit(run, static_argnums=0)(cfg, params)
     assert len(plain[1]) == 2 and float(plain[1][0]["load"].sum()) == 2 * tokens.size
@@ -251,25 +249,25 @@ def test_layers_with_and_without_scanned_and_unrolled():
 
 
 def test_rooms_of_layers_are_for_training_alone():
-    cfg = model(dataclasses.replace(BASE, dispatch="capacity", capacity=0.3))
+    cfg = model(BASE, expert_dispatch="capacity", expert_capacity=0.3)
     params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
-    trained, read = Routed(training=True), Routed()
-    for routed in (trained, read):
-        jf.hidden(params, tokens, cfg, routed=routed)
-    assert [bool(layer["dropped"] > 0) for layer in (*trained.layers, *read.layers)] == [True, True, False, False]
+    trained, read = (jf.apply(params, tokens, cfg, counted=True, training=training).routing for training in (True, False))
+    assert [bool(layer["dropped"] > 0) for layer in (*trained, *read)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"number": 4}, "experts.d_ff must be given"),
-        ({"d_ff": 4}, "experts.d_ff has no effect with experts.number=0"),
-        ({"number": 2, "d_ff": 4, "per_token": 3}, "per_token=3 is more than experts.number=2"),
-        ({"number": 4, "d_ff": 4, "groups": 4}, "does not make 4 groups of two and more"),
-        ({"number": 8, "d_ff": 4, "groups": 4, "groups_per_token": 1, "per_token": 3}, "more than the 2 experts of a token's"),
-        ({"number": 4, "d_ff": 4, "balance_rate": 0.1}, "set experts.selection_bias"),
-        ({"number": 4, "d_ff": 4, "layers": (5,)}, "must name some of the layers 0 to 1"),
-        ({"number": 4, "d_ff": 4, "layers": ()}, "must name some of the layers"),
+        ({"n_experts": 4}, "experts.d_ff must be given"),
+        ({"d_ff": 4}, "experts.d_ff has no effect with experts.n_experts=0"),
+        ({"n_experts": 2, "d_ff": 4, "per_token": 3}, "per_token=3 is more than experts.n_experts=2"),
+        ({"n_experts": 4, "d_ff": 4, "groups": 4}, "does not make 4 groups of two and more"),
+        (
+            {"n_experts": 8, "d_ff": 4, "groups": 4, "groups_per_token": 1, "per_token": 3},
+            "more than the 2 experts of a token's",
+        ),
+        ({"n_experts": 4, "d_ff": 4, "layers": (5,)}, "must name some of the layers 0 to 1"),
+        ({"n_experts": 4, "d_ff": 4, "layers": ()}, "must name some of the layers"),
     ],
 )
 def test_experts_that_cannot_be(fields, message):
@@ -277,22 +275,26 @@ def test_experts_that_cannot_be(fields, message):
         model(Experts(**fields))
 
 
-def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
-    from jaxformer.training.update import make_update
+def test_a_rate_needs_the_bias_that_it_moves():
+    with pytest.raises(ValueError, match="balance_rate changes the selection bias: set experts.selection_bias"):
+        model(BASE, balance_rate=0.1)
+    model(dataclasses.replace(BASE, selection_bias=True), balance_rate=0.1)
 
+
+def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
     one = dataclasses.replace(BASE, per_token=1)
     with pytest.raises(ValueError, match="their router would learn nothing"):
-        make_update(model(one), jf.OptimConfig(), 10)
-    make_update(model(dataclasses.replace(one, normalize=False)), jf.OptimConfig(), 10)
+        jf.training.next_token(model(one))
+    jf.training.next_token(model(dataclasses.replace(one, normalize=False)))
 
 
 def test_what_layers_did_is_told_with_a_cache_too():
     cfg = model(BASE)
     params, tokens = tiny.drawn(cfg), tiny.tokens(cfg)
-    whole, cached = Routed(), Routed()
-    jf.hidden(params, tokens, cfg, routed=whole)
-    jf.hidden(params, tokens, cfg, cache=jf.init_cache(cfg, 2, 16), routed=cached)
-    close(cached.layers, whole.layers)
+    whole = jf.apply(params, tokens, cfg, counted=True)
+    cached = jf.apply(params, tokens, cfg, cache=jf.init_cache(cfg, 2, 16), counted=True)
+    assert len(whole.routing) == 2 and all(sums["load"].sum() == 2 * tokens.size for sums in whole.routing)
+    close(cached.routing, whole.routing)
 
 
 def test_experts_are_gated():

@@ -1,13 +1,13 @@
 """Plans of programs that libtpu compiles: skipped where it is not installed."""
 
+import json
 import re
 
 import pytest
 
 import jaxformer as jf
-from jaxformer.plan import __main__ as command
-from jaxformer.plan import formula, record
-from jaxformer.plan.topology import GIB
+from jaxformer.cost import command, hlo, model_flops
+from jaxformer.cost.topology import GIB
 
 pytest.importorskip("libtpu")
 
@@ -27,8 +27,9 @@ SMALL += ["--model.n-kv-heads", "2", "--model.vocab-size", "1024", "--data.lengt
 
 
 def plan(*arguments, capsys):
-    command.main(["llama2_7b", "--topology", "v5e:2x2", *SMALL, *arguments, "--json"])
-    return record.from_json(capsys.readouterr().out)
+    made = command.plan_command(["llama2_7b", "--topology", "v5e:2x2", *SMALL, *arguments, "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(made.values()))
+    return made
 
 
 def test_a_training_step_for_four_chips(capsys):
@@ -56,7 +57,7 @@ def test_a_training_step_for_four_chips(capsys):
 
 
 def test_a_tpu_gets_its_kernel(capsys):
-    (step,) = plan("--model.remat", "full", "--model.save", "attention.mixed", capsys=capsys).programs
+    (step,) = plan("--model.remat", "full", "--model.remat-save", "attention.mixed", capsys=capsys).programs
     assert any("splash_mha_fwd" in note and "splash_mha_dq" in note for note in step.notes)
     # Of the half that is not masked: 2 products forward, 7 backward in two kernels.
     assert step.kernel_flops == pytest.approx(step.attention_flops / 6 * 9, rel=0.01)
@@ -68,11 +69,23 @@ def test_generation_for_four_chips(capsys):
     cache = 2 * 4 * 8 * 256 * 2 * 128 * 2 / 4  # keys and values of 4 layers: rows over fsdp, heads over tensor
     assert steps.memory["cache"] == pytest.approx(cache, rel=0.01)
     assert reading.fits and steps.fits and steps.tokens == 16 * 8
-    assert reading.model_flops * 4 == formula.prefill(_model(), 8, 256).total
+    assert reading.model_flops * 4 == model_flops.prefill(_model(), 8, 256).total
+
+
+def test_text_that_is_not_understood_leaves_the_compilers_totals(capsys, monkeypatch):
+    plain = ["--model.attention-kernel", "xla", "--model.n-layers", "1"]
+    (whole,) = plan(*plain, capsys=capsys).programs
+    monkeypatch.setattr(hlo, "_text", lambda folder, stage, text=hlo._text: text(folder, stage).replace("ENTRY", "MAIN"))
+    (step,) = plan(*plain, capsys=capsys).programs
+    assert whole.largest and not step.largest and not step.collectives
+    assert not any("not understood" in note for note in whole.notes) and "not understood" in step.notes[0]
+    known = whole.memory["parameters"] + whole.memory["optimizer"] + whole.memory["batch"]
+    assert step.memory["arguments"] == pytest.approx(known, rel=0.01) and step.fits
+    assert step.hardware_flops > 0 and step.model_flops == whole.model_flops and step.time.estimate > 0
 
 
 def _model():
-    return command.parse(["llama2_7b", "--topology", "v5e:2x2", *SMALL])[1].model
+    return command.parse_plan(["llama2_7b", "--topology", "v5e:2x2", *SMALL])[0].model
 
 
 @pytest.mark.slow

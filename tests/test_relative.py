@@ -136,7 +136,7 @@ def test_chunks_and_steps_through_the_cache_are_the_whole(name):
     assert np.abs(other - whole).max() > 0.01 * scale, "distances matter"
     cache, parts = jf.init_cache(cfg, 2, LENGTH), []
     for start, stop in ((0, 5), *((t, t + 1) for t in range(5, LENGTH))):
-        part, cache = forward(params, ids[:, start:stop], cfg, valid=valid[:, start:stop], cache=cache)
+        part, cache = tiny.forward_cached(params, ids[:, start:stop], cfg, cache, valid=valid[:, start:stop])
         parts.append(part)
     found = np.concatenate(parts, axis=1)
     # float32, sums in another order
@@ -149,8 +149,9 @@ def test_a_cache_keeps_the_positions_that_are_given():
     whole = np.asarray(forward(params, ids, CFG, positions=positions))[:, -1]
     scale = np.abs(whole).max()
     assert np.abs(forward(params, ids, CFG)[:, -1] - whole).max() > 0.01 * scale
-    _, cache = forward(params, ids[:, :-1], CFG, cache=jf.init_cache(CFG, 2, LENGTH), positions=positions[:, :-1])
-    last, _ = forward(params, ids[:, -1:], CFG, cache=cache, positions=positions[:, -1:])
+    start = jf.init_cache(CFG, 2, LENGTH)
+    _, cache = tiny.forward_cached(params, ids[:, :-1], CFG, start, positions=positions[:, :-1])
+    last, _ = tiny.forward_cached(params, ids[:, -1:], CFG, cache, positions=positions[:, -1:])
     assert np.abs(last[:, 0] - whole).max() < 1e-5 * scale  # as above
 
 

@@ -135,7 +135,7 @@ def through_the_cache(cfg, params, ids, first, valid=None):
     cache, parts = jf.init_cache(cfg, len(ids), LENGTH), []
     for start, stop in ((0, first), *((t, t + 1) for t in range(first, ids.shape[1]))):
         given = {} if valid is None else {"valid": valid[:, start:stop]}
-        part, cache = forward(params, ids[:, start:stop], cfg, cache=cache, **given)
+        part, cache = tiny.forward_cached(params, ids[:, start:stop], cfg, cache, **given)
         parts.append(part)
     return np.concatenate(parts, axis=1)
 
@@ -165,8 +165,8 @@ def test_dynamic_with_a_cache_stays_within_the_original_length():
     params, ids = tiny.drawn(cfg), tiny.tokens(cfg, length=ORIGINAL)
     whole = np.asarray(forward(params, ids, cfg))
     cache = jf.init_cache(cfg, 2, ORIGINAL)
-    start, cache = forward(params, ids[:, :4], cfg, cache=cache)
-    rest, _ = forward(params, ids[:, 4:], cfg, cache=cache)
+    start, cache = tiny.forward_cached(params, ids[:, :4], cfg, cache)
+    rest, _ = tiny.forward_cached(params, ids[:, 4:], cfg, cache)
     close(np.concatenate([start, rest], axis=1), whole)
     out = jf.generate(params, ids[:, :3], cfg, max_new_tokens=4)
     logits = np.asarray(forward(params, np.concatenate([ids[:, :3], out.tokens[:, :3]], axis=1), cfg))
@@ -178,7 +178,7 @@ def test_dynamic_with_a_cache_stays_within_the_original_length():
     with pytest.raises(ValueError, match="original_length=6"):
         jf.beam_search(params, ids[:, :3], cfg, max_new_tokens=5)
     with pytest.raises(ValueError, match="positions cannot be given with a cache"):
-        jf.forward(params, ids[:, :2], cfg, positions=np.array([[3, 9]]), cache=jf.init_cache(cfg, 2, 4))
+        jf.forward_cached(params, ids[:, :2], cfg, jf.init_cache(cfg, 2, 4), positions=np.array([[3, 9]]))
 
 
 def test_dynamic_refuses_packed_documents():

@@ -38,7 +38,7 @@ def test_attention_by_hand():
     value = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     params = {"query": eye[:, None, None], "key": eye[:, None], "value": value[:, None], "out": eye[None, None]}
     x = jnp.array([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
-    out, seen = jf.capture(lambda x: jf.attention.apply(params, x, cfg), "weights")(x)
+    (out, _), seen = jf.capture(lambda x: jf.attention.apply(params, x, cfg), "weights")(x)
     weights = seen["weights"][0, 0, 0]
     np.testing.assert_array_equal(weights[0], [1, 0, 0])
     np.testing.assert_allclose(weights[2], [0.248255, 0.248255, 0.503490], **HAND)
@@ -148,7 +148,7 @@ def test_a_cached_step_has_query_length_1_and_key_length_the_history():
     for layer in cache.layers:
         assert sum(math.prod(x.shape) for x in layer.values()) == 2 * 5 * 2 * 2  # 2 · S · K · H
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    _, seen = jax.eval_shape(jf.capture(lambda p, t, c: jf.forward(p, t, cfg, cache=c), "*weights"), params, token, cache)
+    _, seen = jax.eval_shape(jf.capture(lambda p, t, c: jf.forward_cached(p, t, cfg, c), "*weights"), params, token, cache)
     assert {x.shape for x in seen.values()} == {(1, 2, 2, 1, 5)}
 
 

@@ -102,20 +102,20 @@ def kept(**fields):
 
 def test_named_activations_are_kept():
     given = {"remat": "full", "scan": True}
-    before, after = ({x.shape for x in arrays(**given, save=save)} for save in ((), ("mlp.up", "attention.query")))
+    before, after = ({x.shape for x in arrays(**given, remat_save=names)} for names in ((), ("mlp.up", "attention.query")))
     cfg, rows, length = shallow("gpt2"), 2, 5
     heads = (rows, cfg.n_kv_heads, 1, length, cfg.head_dim)
     assert after - before == {(cfg.n_layers, rows, length, cfg.d_ff), (cfg.n_layers, *heads)}
-    assert_same(value_and_grad(shallow("qwen3", **given, save=("attention.mixed",))), value_and_grad(shallow("qwen3")))
+    assert_same(value_and_grad(shallow("qwen3", **given, remat_save=("attention.mixed",))), value_and_grad(shallow("qwen3")))
 
 
 def test_a_name_that_no_layer_gives_is_refused():
-    pairs = {"remat": "full", "save": ("cross_attention.mixed",)}  # which the encoder's layers have not
+    pairs = {"remat": "full", "remat_save": ("cross_attention.mixed",)}  # which the encoder's layers have not
     assert jax.eval_shape(jax.grad(loss(shallow("transformer_base", **pairs))), tiny.drawn(shallow("transformer_base")))
-    with pytest.raises(ValueError, match="save='mlp.ups' names no activation of a layer.*did you mean 'mlp.up'"):
-        kept(remat="full", save=("mlp.ups",))
-    with pytest.raises(ValueError, match="save=.* has no effect with remat='none'"):
-        shallow("gpt2", save=("mlp.up",))
+    with pytest.raises(ValueError, match="remat_save='mlp.ups' names no activation of a layer.*did you mean 'mlp.up'"):
+        kept(remat="full", remat_save=("mlp.ups",))
+    with pytest.raises(ValueError, match="remat_save=.* has no effect with remat='none'"):
+        shallow("gpt2", remat_save=("mlp.up",))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "mixed_windows"])

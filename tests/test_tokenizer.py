@@ -245,5 +245,5 @@ def test_truncated_models(tmp_path):
 
 
 def test_import_is_light():
-    code = "import sys, jaxformer.data.tokenizer; print([m for m in ('sentencepiece', 'grain') if m in sys.modules])"
+    code = "import sys, jaxformer.tokenizers.tokenizer; print([m for m in ('sentencepiece', 'grain') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -34,6 +34,7 @@ PRESETS: dict[str, jf.ModelConfig] = {
     ),
     "mixed_windows": jf.presets.llama(**_SMALL, n_heads=4, window=(4, None, 4), rope_layout="half"),
 }
+forward_cached = jax.jit(jf.forward_cached, static_argnums=2)
 DECODERS = {name: cfg for name, cfg in PRESETS.items() if not cfg.encoder_layers}
 
 

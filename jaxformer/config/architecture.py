@@ -3,27 +3,26 @@
 import dataclasses
 import functools
 import math
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
+from jaxformer.config import checks
 from jaxformer.config import execution as executions
-from jaxformer.config.components import BUILT_IN, has_fields, normalized
+from jaxformer.config.checks import BY_LAYER, letters
+from jaxformer.config.components import BUILT_IN, normalized
 from jaxformer.config.execution import Execution
 from jaxformer.config.strict import Derived, Strict, dtype_name, within
 from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
 
 COMPONENTS = tuple(BUILT_IN)
-BY_LAYER = ("attention", "mlp", "position", "residual", "window")
-"""Fields that may be a tuple with one value per layer."""
-KEY = frozenset("BTSDLVKGNHFPEJMCRQO")
-"""The letters of the dimension key; components may declare others."""
 DEFAULT = Execution()
 Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 
 
+@jax.tree_util.register_static  # jitted functions take a config as an argument without static_argnums
 @dataclass(frozen=True)
 class ModelConfig(Strict):
     """A transformer. Letters in brackets are the dimension key's (see the package docstring).
@@ -175,7 +174,7 @@ class ModelConfig(Strict):
         super().__post_init__()
         within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
         self._derive(set_)
-        self._check()
+        checks.check(self)
 
     def _derive(self, set_):
         if isinstance(self.n_kv_heads, Derived):
@@ -187,87 +186,6 @@ class ModelConfig(Strict):
             set_("head_dim", Derived(self.d_model // self.n_heads))
         if isinstance(self.d_ff, Derived):
             set_("d_ff", Derived(4 * self.d_model))
-
-    def _check(self):
-        within(self, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
-        within(self, 0, math.inf, "encoder_layers", "token_types", "position_offset")
-        within(self, 1, math.inf, "encoder_heads", "encoder_d_ff")
-        positive = ["norm_eps", "rope_theta", "rope_local_theta", "init_std", "attention_scale", "attention_softcap"]
-        within(self, 0, math.inf, *positive, "logit_softcap", open_low=True)
-        within(self, 2, math.inf, "relative_buckets", "relative_distance")
-        within(self, 0, self.vocab_size, "start_token")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads={self.n_heads} does not divide by n_kv_heads={self.n_kv_heads}")
-        for name in BY_LAYER:
-            value = getattr(self, name)
-            if type(value) is tuple and len(value) != self.n_layers:
-                raise ValueError(f"{name} has {len(value)} entries for n_layers={self.n_layers}")
-        for width in self.window if isinstance(self.window, tuple) else (self.window,):
-            if width is not None and width < 1:
-                raise ValueError(f"window={width} must be at least 1: a query sees itself")
-        if not 0 < self.rope_fraction <= 1:
-            raise ValueError(f"rope_fraction={self.rope_fraction} is outside (0, 1]")
-        if self.position == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
-            part = f"rope_fraction={self.rope_fraction} of " if self.rope_fraction < 1 else ""
-            raise ValueError(f"{part}head_dim={self.head_dim} is odd: RoPE rotates pairs")
-        if self.head_transform and self.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
-            raise ValueError(f"head_transform has the mlp's activation: relu, silu, gelu or gelu_tanh, not {self.mlp!r}")
-        if self.position in ("sinusoidal", "sinusoidal_half") and self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model} is odd: sinusoids come in pairs of sine and cosine")
-        if self.position == "rope" and self.rope_scaling.kind == "dynamic" and self.rotary_dim < 4:
-            raise ValueError(f"head_dim={self.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
-        if self.position != "rope" and self.rope_scaling.kind != "none":
-            raise ValueError(f"rope_scaling of kind {self.rope_scaling.kind!r} has no effect with position={self.position!r}")
-        if self.position == "relative":
-            self._check_relative()
-        if self.execution.balance_rate and self.experts.n_experts and not self.experts.selection_bias:
-            raise ValueError("balance_rate changes the selection bias: set experts.selection_bias")
-        self.experts.check(self)
-        self.latent.check(self)
-        self._check_encoder()
-        self._check_letters()
-        self._check_by_layer()
-
-    def _check_letters(self):
-        for kind in COMPONENTS:
-            for letter, size in letters(getattr(self, kind), self).items():
-                if not (isinstance(letter, str) and len(letter) == 1 and letter.isascii() and letter.isupper()):
-                    raise ValueError(f"{kind} declares {letter!r}: a dimension is one letter from A to Z")
-                if letter in KEY:
-                    raise ValueError(f"{kind} declares the letter {letter!r}, which the dimension key has already")
-                if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                    raise ValueError(f"{kind} declares {letter!r} of size {size!r}: it must be an integer of at least 1")
-
-    def _check_by_layer(self):
-        chosen = [name for name in BY_LAYER[:-1] if type(getattr(self, name)) is tuple]
-        if chosen and self.encoder_layers:
-            raise ValueError(f"{chosen[0]} by layer is not for encoder–decoders (encoder_layers above 0)")
-        if not chosen:
-            return
-        _ = self.layers  # each is checked as a config of its own
-
-    def _check_relative(self):
-        both_ways = bool(self.encoder_layers) or not self.causal
-        exact = self.relative_buckets // (4 if both_ways else 2)
-        if exact < 1:
-            raise ValueError(f"relative_buckets={self.relative_buckets} must be at least {4 if both_ways else 2}")
-        if self.relative_distance <= self.relative_buckets // 2:
-            half = f"half of relative_buckets={self.relative_buckets}"
-            raise ValueError(f"relative_distance={self.relative_distance} must be above {half}, one for each distance")
-
-    def _check_encoder(self):
-        fits = self.causal and self.has_head and not self.token_types and self.positions <= {"rope", "none"}
-        if self.mtp and (self.encoder_layers or not fits):
-            raise ValueError("mtp needs a causal decoder with a head, and position='rope' or 'none'")
-        if self.encoder_layers and self.residual == "parallel":
-            raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")
-        if self.encoder_layers:
-            try:
-                _ = self.encoder
-            except ValueError as error:  # its n_heads is our encoder_heads
-                raise ValueError("of the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
-        elif self.encoder_heads is not None or self.encoder_d_ff is not None:
-            raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
 
     def with_execution(self, **changes: Any) -> "ModelConfig":
         """The same architecture, computed with ``changes`` of ``Execution``'s fields."""
@@ -355,11 +273,6 @@ class ModelConfig(Strict):
     def positions(self) -> frozenset:
         """The position components of the layers."""
         return frozenset(self.position if type(self.position) is tuple else (self.position,))
-
-
-def letters(component: Any, cfg: ModelConfig) -> dict[str, int]:
-    """The dimensions that a component declares besides the key's: ``component.letters(cfg)``, sizes by letter."""
-    return component.letters(cfg) if has_fields(component) and hasattr(component, "letters") else {}
 
 
 _fields_init = ModelConfig.__init__

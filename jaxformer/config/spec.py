@@ -41,11 +41,14 @@ class Param:
     """Of a weight, the letters that it contracts them into."""
 
     def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
-        sizes = cfg.sizes | dict(self.sizes)
-        for letter in self.dims:
-            if letter not in sizes:
-                raise ValueError(f"Param({self.dims!r}): no size for {letter!r}{nearest(letter, sizes)}")
-        return tuple(sizes[letter] for letter in self.dims)
+        return _shape(self.dims, cfg.sizes | dict(self.sizes), f"Param({self.dims!r})")
+
+
+def _shape(letters: str, sizes: dict[str, int], what: str) -> tuple[int, ...]:
+    for letter in letters:
+        if letter not in sizes:
+            raise ValueError(f"{what}: no size for {letter!r}{nearest(letter, sizes)}")
+    return tuple(sizes[letter] for letter in letters)
 
 
 def normal(std: float) -> Initializer:
@@ -83,8 +86,8 @@ def weight(
     independent weights, such as "E". sizes: of letters whose size here is not the config's.
     """
     known = cfg.sizes | (sizes or {})
-    fan_in = math.prod(known[letter] for letter in inputs)
-    fan_out = math.prod(known[letter] for letter in outputs)
+    what = f"weight({inputs!r}, {outputs!r})"
+    fan_in, fan_out = (math.prod(_shape(letters, known, what)) for letters in (inputs, outputs))
     std = {"fan_in": fan_in**-0.5, "xavier": (2 / (fan_in + fan_out)) ** 0.5, "normal": cfg.init_std}[cfg.init]
     if residual and cfg.scale_residual_init:
         std /= (2 * cfg.n_layers) ** 0.5
@@ -133,16 +136,16 @@ def init(spec: Tree, cfg: ModelConfig, key: jax.Array) -> Tree:
     """Initial values, in ``cfg.param_dtype``. Each tensor's randomness comes from its path (and layer) alone, so adding or
     removing one changes no other."""
 
-    def one(keys: tuple, param: Param) -> jax.Array:
+    def initial(keys: tuple, param: Param) -> jax.Array:
         path = ".".join(entry.key for entry in keys)
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        rng = jax.random.fold_in(key, zlib.crc32(path.encode()))
         shape, dtype = param.shape(cfg), jnp.dtype(param.dtype or cfg.param_dtype)
         if not param.dims.startswith("L"):
-            return param.init(own, shape, dtype)
-        by_layer = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(shape[0]))
+            return param.init(rng, shape, dtype)
+        by_layer = jax.vmap(lambda layer: jax.random.fold_in(rng, layer))(jnp.arange(shape[0]))
         return jax.vmap(lambda k: param.init(k, shape[1:], dtype))(by_layer)
 
-    return jax.tree_util.tree_map_with_path(one, spec, is_leaf=_is_param)
+    return jax.tree_util.tree_map_with_path(initial, spec, is_leaf=_is_param)
 
 
 def abstract(spec: Tree, cfg: ModelConfig) -> Tree:
@@ -175,20 +178,20 @@ def check(params: Tree, spec: Tree, cfg: ModelConfig) -> None:
     """Raises ValueError with a tree diff (missing, unexpected, shape) where ``params`` is not what ``spec`` declares."""
     if not isinstance(params, dict):
         raise ValueError(f"parameters must be a nested dict of arrays, as init gives it, not {type(params).__name__}")
-    found = {path: tuple(jnp.shape(leaf)) for path, leaf in walk(params)}
+    actual = {path: tuple(jnp.shape(leaf)) for path, leaf in walk(params)}
     expected = {path: param.shape(cfg) for path, param in walk(spec)}
-    if lines := diff(expected, found):
+    if lines := diff(expected, actual):
         raise ValueError("parameters do not fit the config:\n" + "\n".join(lines))
 
 
-def diff(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def diff(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """Lines that tell what differs between two flat trees ``path -> description``; empty if nothing does."""
-    lines = [f"  missing     {path}  {_text(expected[path])}" for path in sorted(expected.keys() - found.keys())]
-    lines += [f"  unexpected  {path}  {_text(found[path])}" for path in sorted(found.keys() - expected.keys())]
+    lines = [f"  missing     {path}  {_text(expected[path])}" for path in sorted(expected.keys() - actual.keys())]
+    lines += [f"  unexpected  {path}  {_text(actual[path])}" for path in sorted(actual.keys() - expected.keys())]
     lines += [
-        f"  differs     {path}  expected {_text(expected[path])}, found {_text(found[path])}"
-        for path in sorted(expected.keys() & found.keys())
-        if expected[path] != found[path]
+        f"  differs     {path}  expected {_text(expected[path])}, found {_text(actual[path])}"
+        for path in sorted(expected.keys() & actual.keys())
+        if expected[path] != actual[path]
     ]
     return lines
 

@@ -41,8 +41,10 @@ class Strict:
             value = getattr(self, field.name)
             if field.name in self.UNCHECKED or fits(value, field.type):
                 continue
-            if typing.get_origin(field.type) is Literal:
-                raise ValueError(f"unknown {field.name} {value!r}{nearest(value, typing.get_args(field.type))}")
+            if names := _names(field.type):
+                items = value if isinstance(value, tuple) else (value,)
+                wrong = next((item for item in items if item not in names), value)
+                raise ValueError(f"unknown {field.name} {wrong!r}{nearest(wrong, names)}")
             raise ValueError(f"{field.name}={value!r} must be {_described(field.type)}")
 
 
@@ -52,7 +54,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is typing.Annotated:
         return fits(value, inner[0])
     if origin in (typing.Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, option) for option in inner)
     if origin is Literal:
         return value in inner
     if origin is tuple and inner[-1] is not Ellipsis:
@@ -76,14 +78,23 @@ def within(record: Any, low: float, high: float, *names: str, open_low: bool = F
             raise ValueError(f"{prefix}{name}={value} must be {least}{most}")
 
 
+def _names(kind: Any) -> tuple[str, ...]:
+    """The names that a field takes, alone or by layer; none for a field that takes other values."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return ()
+    return next(filter(None, map(_names, typing.get_args(kind))), ())
+
+
 def _described(kind: Any) -> str:
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Annotated:
         return _described(inner[0])
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_described(one) for one in inner)
+        return " or ".join(_described(option) for option in inner)
     if typing.get_origin(kind) is tuple and inner[-1] is not Ellipsis:
-        return f"({', '.join(_described(one) for one in inner)})"
+        return f"({', '.join(_described(option) for option in inner)})"
     if typing.get_origin(kind) is tuple:
         return f"a tuple of ({_described(inner[0])})"
     names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}

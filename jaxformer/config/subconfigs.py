@@ -92,9 +92,9 @@ class Experts(Strict):
         within(self, 1, math.inf, "per_token", "groups", "groups_per_token", prefix="experts.")
         within(self, 0, math.inf, "scale", open_low=True, prefix="experts.")
         if not self.n_experts:
-            given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-            if given:
-                raise ValueError(f"experts.{given[0]} has no effect with experts.n_experts=0")
+            changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+            if changed:
+                raise ValueError(f"experts.{changed[0]} has no effect with experts.n_experts=0")
             return
         if not self.d_ff:
             raise ValueError("experts.d_ff must be given: the hidden width of an expert")

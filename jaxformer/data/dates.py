@@ -58,8 +58,8 @@ def splits() -> tuple[list[datetime.date], list[datetime.date], list[datetime.da
     test: list[datetime.date] = []
     for i in range((_LAST - _FIRST).days + 1):
         date = _FIRST + datetime.timedelta(i)
-        place = unit_hash(date.isoformat())
-        (test if place < _HELD_OUT else validation if place < 2 * _HELD_OUT else train).append(date)
+        hashed = unit_hash(date.isoformat())
+        (test if hashed < _HELD_OUT else validation if hashed < 2 * _HELD_OUT else train).append(date)
     return train, validation, test
 
 

@@ -14,6 +14,7 @@ from jaxformer.decode import loop
 from jaxformer.decode.request import Inputs, Request, Search, Stopping, padded, positive, prepare, read_source
 from jaxformer.nn import model
 from jaxformer.nn.cache import Cache
+from jaxformer.nn.mistakes import answers_mistakes
 
 NEVER = -1e9  # worse than any score, and finite, so that differences of scores stay numbers
 
@@ -43,6 +44,7 @@ class _State:
     step: Any
 
 
+@answers_mistakes
 def beam_search(
     params: dict,
     prompts: Any,

@@ -15,6 +15,7 @@ from jaxformer.decode.drafts import Draft
 from jaxformer.decode.request import Inputs, Request, checked_arrays, padded, prepare, read_source
 from jaxformer.decode.sampling import GREEDY, Sampling
 from jaxformer.nn import model
+from jaxformer.nn.mistakes import answers_mistakes
 
 
 @struct.dataclass
@@ -36,6 +37,7 @@ class Generated:
     """float32 [B]: with ``draft``, the share of its guesses that were right."""
 
 
+@answers_mistakes
 def generate(
     params: dict,
     prompts: Any,
@@ -91,6 +93,7 @@ def generate(
     return _per_prompt(_generate(params, inputs, request=request), num_return)
 
 
+@answers_mistakes
 def generate_arrays(
     params: dict,
     prompts_BT: jax.Array,

@@ -12,7 +12,8 @@ from jaxformer.decode import sampling
 from jaxformer.decode.request import Inputs, Request
 from jaxformer.decode.sampling import History
 from jaxformer.nn import model
-from jaxformer.nn.cache import Cache, empty, spec
+from jaxformer.nn.cache import Cache
+from jaxformer.nn.cache_spec import empty, spec
 
 BLOCK = 16  # steps between checks of whether every row has ended
 

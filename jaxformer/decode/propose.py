@@ -13,7 +13,8 @@ from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.loop import State
 from jaxformer.decode.request import Inputs, Request
 from jaxformer.nn import model, mtp
-from jaxformer.nn.cache import Cache, empty, spec
+from jaxformer.nn.cache import Cache
+from jaxformer.nn.cache_spec import empty, spec
 
 
 @struct.dataclass

@@ -13,6 +13,7 @@ from jaxformer.decode import loop
 from jaxformer.decode.request import Inputs, Request, padded, positive, prepare, read_source
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.nn import model, stack
+from jaxformer.nn.mistakes import answers_mistakes
 
 _UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
 
@@ -28,6 +29,7 @@ class Piece(NamedTuple):
     """The tokens that came since the row's last piece; those of a stop string, whole, and of an end too."""
 
 
+@answers_mistakes
 def stream(
     params: dict,
     prompts: Any,

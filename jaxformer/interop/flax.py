@@ -12,8 +12,8 @@ from jaxformer.nn import model
 def linen_module(cfg: ModelConfig) -> "Linen":
     """A Linen module: ``params = module.init(key, tokens)["params"]``, ``logits = module.apply({"params": params}, tokens)``.
 
-    Loaded parameters (``jf.hf.load``, ``jf.load``) are used as they are. The call takes the keywords of ``jf.forward``;
-    ``deterministic=False`` turns dropout on, with the random stream "dropout".
+    Loaded parameters (``jf.hf.load``, ``jf.load``) are used as they are. The call takes the keywords of ``jf.forward``, and
+    a cache; ``deterministic=False`` turns dropout on, with the random stream "dropout".
     """
     return Linen(cfg)
 
@@ -21,7 +21,8 @@ def linen_module(cfg: ModelConfig) -> "Linen":
 def nnx_module(cfg: ModelConfig, rngs: nnx.Rngs | None = None, params: dict | None = None) -> "NNX":
     """An NNX module with fresh parameters, of the stream ``rngs.params()``, or the given ones: ``logits = module(tokens)``.
 
-    The call takes the keywords of ``jf.forward``; after ``module.train()`` dropout is on, with the stream "dropout".
+    The call takes the keywords of ``jf.forward``, and a cache; after ``module.train()`` dropout is on, with the
+    stream "dropout".
     """
     return NNX(cfg, rngs, params)
 
@@ -41,7 +42,7 @@ class Linen(linen.Module):
         params = {name: parameter(name) for name in model.spec(self.cfg)}
         if not deterministic:
             inputs["key"] = self.make_rng("dropout")
-        return (model.hidden if hidden else model.forward)(params, tokens, self.cfg, **inputs)
+        return _output(params, tokens, self.cfg, hidden, **inputs)
 
 
 class NNX(nnx.Module):
@@ -69,7 +70,14 @@ class NNX(nnx.Module):
             if rngs is None:
                 raise ValueError("dropout is on (module.train()): give rngs with a stream dropout, or call module.eval()")
             inputs["key"] = rngs.dropout()
-        return (model.hidden if hidden else model.forward)(self.params, tokens, self.cfg, **inputs)
+        return _output(self.params, tokens, self.cfg, hidden, **inputs)
+
+
+def _output(params: dict, tokens: Any, cfg: ModelConfig, hidden: bool, cache: Any = None, **inputs: Any) -> Any:
+    if cache is None:
+        return (model.hidden if hidden else model.forward)(params, tokens, cfg, **inputs)
+    out = model.apply(params, tokens, cfg, cache=cache, **inputs)
+    return out.hidden if hidden else model.head(params, out.hidden, cfg), out.cache
 
 
 def _variables(tree: Any) -> Any:

@@ -1,14 +1,75 @@
-"""softmax(q kᵀ / sqrt(H) + M) v: the one attention function, which every attention component calls."""
+"""softmax(q kᵀ / sqrt(H) + M) v: the one attention function, which every attention component calls.
+
+``mix`` takes the device's kernel where it can serve the call; ``attend`` is the function itself, by plain XLA.
+"""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxformer.nn.named import multiply
+from jaxformer.config import ModelConfig
+from jaxformer.nn.kernels import cudnn, select, splash
+from jaxformer.nn.kernels.call import AttentionCall
+from jaxformer.nn.mask import TokenInfo, visible
+from jaxformer.nn.named import label, multiply
+from jaxformer.parallel.sharding import ACTIVATIONS, current, partition_spec, partitioned, platform
 
-Entries = dict[str, jax.Array]
-"""What attention keeps of a sequence, by name."""
+
+def mix(
+    q_BKGTH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    info: TokenInfo,
+    key_info: TokenInfo,
+    cfg: ModelConfig,
+    *,
+    crossing: bool = False,
+    scale: float | None = None,
+    bias: jax.Array | None = None,
+    dropout: bool = False,
+    observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+) -> jax.Array:
+    """Attention of queries and keys that stand where ``info`` and ``key_info`` say, by the kernel that ``select.choose``
+    gives: [B, K, G, T, H], which rematerialisation knows as "mixed".
+
+    crossing: every key is visible but padding. dropout: whether ``observe``, which is applied to the weights, drops some. The
+    other arguments are those of ``attend``.
+    """
+    causal, window = (False, None) if crossing else (cfg.causal, cfg.window)
+    assert not isinstance(window, tuple)  # cfg is the config of one layer
+    mesh = current()
+    axes = (None,) * 5 if mesh is None else partition_spec("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh)
+    _, key_axis, group_axis, time_axis, _ = axes
+    call = AttentionCall(
+        q_BKGTH.shape[3],
+        k_BKSH.shape[2],
+        k_BKSH.shape[3],
+        v_BKSH.shape[3],
+        q_BKGTH.dtype.name,
+        causal,
+        window,
+        cfg.attention_softcap,
+        bias=bias is not None,
+        dropout=dropout,
+        padding=key_info.valid is not None,
+        segments=info.segment is not None and key_info.segment is not None,
+        ordered=info.ordered and key_info.ordered,
+        shards=1 if mesh is None or time_axis is None else mesh.shape[time_axis],
+        heads_apart=group_axis is not None and key_axis is None,
+        unplaced=platform() == "tpu" and mesh is None and partitioned(),
+    )
+    kernel = select.choose(cfg, call)
+    if kernel == "xla":
+        mask_BTS = visible(info, key_info, causal=causal, window=window)
+        softcap = cfg.attention_softcap
+        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
+        return checkpoint_name(mixed, label("mixed"))
+    scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "cudnn":
+        return checkpoint_name(cudnn.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale), label("mixed"))
+    return splash.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale)  # which labels what it keeps itself
 
 
 def attend(

@@ -14,9 +14,9 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.components import Component, resolve
 from jaxformer.config.spec import Param, bias, weight, zeros
 from jaxformer.nn import latent, norm, position
+from jaxformer.nn.attend import mix
+from jaxformer.nn.cache import KeyValue, LayerCache
 from jaxformer.nn.dense import dense, dropout
-from jaxformer.nn.kernels.select import mix
-from jaxformer.nn.layer_cache import KeyValue, LayerCache
 from jaxformer.nn.mask import TokenInfo, arange
 from jaxformer.nn.named import named
 

@@ -8,9 +8,9 @@ import jax
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import with_sizes
 from jaxformer.nn import attention, mlp, norm
+from jaxformer.nn.cache import LayerCache
 from jaxformer.nn.dense import child, dropout
 from jaxformer.nn.experts import router
-from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.named import named, scope
 
@@ -36,16 +36,16 @@ def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
     return with_sizes(parts | {name: norm.spec(cfg) for name in names}, cfg.component_sizes)
 
 
-def has(cfg: ModelConfig, part: str) -> bool:
+def has(cfg: ModelConfig, sublayer: str) -> bool:
     """Whether a layer of that config has the part of that name, if any layer does."""
-    if part in ("mlp", "moe"):
-        return (part == "moe") == (cfg.experts.n_experts > 0)
-    return not part.endswith("_out_norm") or cfg.residual == "sandwich"
+    if sublayer in ("mlp", "moe"):
+        return (sublayer == "moe") == (cfg.experts.n_experts > 0)
+    return not sublayer.endswith("_out_norm") or cfg.residual == "sandwich"
 
 
-def component(cfg: ModelConfig, part: str) -> Any:
+def component(cfg: ModelConfig, sublayer: str) -> Any:
     """What computes a part of a block; layers in which it differs have parameters of their own trees."""
-    return {"attention": cfg.attention, "cross_attention": cfg.attention, "mlp": cfg.mlp}.get(part)
+    return {"attention": cfg.attention, "cross_attention": cfg.attention, "mlp": cfg.mlp}.get(sublayer)
 
 
 def apply(
@@ -69,10 +69,10 @@ def apply(
         return norm.apply(params[norm_name], x_BTD, cfg)
 
     def branch(x_BTD, name, f):
-        part = "moe" if name == "mlp" and "moe" in params else name
-        with scope(part):
+        sublayer = "moe" if name == "mlp" and "moe" in params else name
+        with scope(sublayer):
             x_BTD = x_BTD if cfg.residual in ("post", "branch") else normed(x_BTD, f"{name}_norm")
-            x_BTD, more = f(params[part], x_BTD, child(rng, name))
+            x_BTD, more = f(params[sublayer], x_BTD, child(rng, name))
             x_BTD = named(x_BTD, "out", "BTD", cfg)
             x_BTD = dropout(x_BTD, cfg.execution.residual_dropout, child(rng, f"{name}.out"))
             out_norms: dict[Any, str] = {"branch": f"{name}_norm", "sandwich": f"{name}_out_norm"}

@@ -1,7 +1,9 @@
-"""The cache of what attention has read: preallocated, declared like parameters, written in place, never past its end."""
+"""The cache of what attention has read: preallocated, written in place, never past its end. (``cache_spec`` makes one.)
+
+Methods change nothing: each gives a new record.
+"""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -9,14 +11,116 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.config import spec as specs
-from jaxformer.config.components import resolve
-from jaxformer.config.spec import Param, zeros
-from jaxformer.config.strict import dtype_name
-from jaxformer.nn import attention, inputs, position, rope
-from jaxformer.nn.layer_cache import SOURCE, LayerCache
+from jaxformer.nn import inputs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.parallel.sharding import constrain
+
+Entries = dict[str, jax.Array]
+"""Tensors by name, as the attention component's ``cache(cfg)`` declares them."""
+KeyValue = tuple[jax.Array, jax.Array, TokenInfo]
+"""Keys and values [B, K, S, H] of a sequence, and where its tokens stand."""
+SOURCE = ("source_key", "source_value", "source_info")
+"""Entries of cross-attention: what it reads of the encoder's output."""
+
+
+@struct.dataclass
+class LayerCache:
+    """One layer's cache while a chunk of tokens passes through the layer. Its methods give a new one.
+
+    Rows fill their slots independently of each other: token n of a row stands in slot n, and padding takes none. With a
+    window, a layer has only as many slots as that needs, a ring: token n stands in slot n mod S.
+    """
+
+    entries: dict[str, Any]
+    used: Any
+    """int32 [B]: tokens of each row so far, this chunk's included."""
+    info: TokenInfo
+    """Where the chunk's tokens stand."""
+    cfg: ModelConfig = struct.field(pytree_node=False)
+    """The layer's config."""
+    dims: tuple[tuple[str, str], ...] = struct.field(pytree_node=False)
+    """Names of the attention's entries, and their letters."""
+    length: int = struct.field(pytree_node=False)
+    """Tokens that a row may have."""
+
+    def extend(self, new: Entries) -> tuple[Entries, TokenInfo, "LayerCache"]:
+        """Writes the chunk's entries into their slots. Gives all that the chunk's queries may have to read, where the tokens
+        of those stand, and the cache that holds them."""
+        new = new | ({"position": self.info.position} if "position" in self._axes else {})
+        if new.keys() != self._axes.keys():
+            raise ValueError(f"attention={self.cfg.attention!r} keeps {sorted(new)}; its cache has {sorted(self._axes)}")
+        slot, letters = self._slot(), dict(self.dims)
+        written = {name: _write(self.entries[name], new[name], slot, axis) for name, axis in self._axes.items()}
+        written = {name: constrain(x, letters[name]) for name, x in written.items()}
+        kept, order, valid = self._readable(written, new)
+        info = TokenInfo(order, kept.get("position", order), None, valid)
+        readable = {name: kept[name].astype(x.dtype) for name, x in new.items() if name != "position"}
+        return readable, info, dataclasses.replace(self, entries=self.entries | written)
+
+    def put(self, new: Entries) -> "LayerCache":
+        """Replaces entries that have no axis of positions: the state of a recurrence, after the chunk. Padding must have left
+        it as it was (``info.valid``)."""
+        for name, x in new.items():
+            before = self.entries.get(name)
+            if before is None or name in self._axes or x.shape != before.shape:
+                declared = {name: self.entries[name].shape for name, letters in self.dims if "S" not in letters}
+                raise ValueError(f"{name!r} of shape {x.shape} is no state of this layer's cache, which has {declared}")
+        stored = {name: x.astype(self.entries[name].dtype) for name, x in new.items()}
+        return dataclasses.replace(self, entries=self.entries | stored)
+
+    def with_source(self, source: KeyValue | None) -> tuple[KeyValue, "LayerCache"]:
+        """Keeps the keys and values of the encoder's output; without them (None) gives those kept."""
+        cache = self
+        if source is not None:
+            k_BKSH, v_BKSH, info = source
+            info = jax.tree.map(lambda x: _rows(x, k_BKSH), info)  # a row each, so that rows can be taken
+            kept = dict(zip(SOURCE, (k_BKSH, v_BKSH, info), strict=True))
+            cache = dataclasses.replace(self, entries=self.entries | kept)
+        elif SOURCE[0] not in self.entries:
+            raise ValueError("the first chunk of an encoder–decoder needs source=; later ones read it from the cache")
+        k_BKSH, v_BKSH, info = (cache.entries[name] for name in SOURCE)
+        return (k_BKSH, v_BKSH, info), cache
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        """The axis of positions of every entry that has one."""
+        return {name: letters.index("S") for name, letters in self.dims if "S" in letters}
+
+    @property
+    def _slots(self) -> int:
+        return next(self.entries[name].shape[axis] for name, axis in self._axes.items())
+
+    @property
+    def _is_ring(self) -> bool:
+        return self._slots < self.length
+
+    def _slot(self) -> jax.Array:
+        """Slot [B, T] of every token of the chunk; past the end, and all different, for those that are not kept."""
+        order = self.info.order
+        keep = jnp.ones(order.shape, bool) if self.info.valid is None else self.info.valid
+        if self._is_ring:
+            keep = keep & (order >= self.used[:, None] - self._slots) & (order < self.length)
+        nowhere = self._slots + jnp.arange(order.shape[1])
+        return jnp.where(keep, order % self._slots if self._is_ring else order, nowhere)
+
+    def _readable(self, written: Entries, new: Entries) -> tuple[Entries, jax.Array, jax.Array | None]:
+        """The entries that the chunk's queries read, their order, and which of them are there."""
+        if not self._is_ring:  # slot n holds token n, and causality hides those that hold none yet
+            return written, jnp.arange(self._slots, dtype=jnp.int32)[None], None
+        chunk, window = self.info, self.cfg.window
+        assert isinstance(window, int)
+        if chunk.order.shape[1] + window - 1 <= self._slots:
+            order = _ring_order(self.used, self._slots)
+            return written, order, order >= 0
+        # The chunk's first queries need what its last tokens have overwritten.
+        fed = jnp.ones(chunk.order.shape, bool) if chunk.valid is None else jnp.broadcast_to(chunk.valid, chunk.order.shape)
+        old = _ring_order(self.used - fed.sum(1, dtype=jnp.int32), self._slots)
+        order = jnp.concatenate([old, chunk.order], axis=1)
+        kept = {}
+        for name, axis in self._axes.items():
+            before = self.entries[name]
+            kept[name] = jnp.concatenate([before, _rows(new[name], old).astype(before.dtype)], axis)
+        return kept, order, jnp.concatenate([old >= 0, fed], axis=1)
 
 
 @struct.dataclass
@@ -37,6 +141,8 @@ class Cache:
     """Tokens that a row may have."""
     ahead: int = struct.field(pytree_node=False)
     """Tokens that ``rewind`` may take back; all, without rings."""
+    dims: tuple[tuple[tuple[str, str], ...], ...] = struct.field(pytree_node=False)
+    """Of each layer, names and letters of its entries."""
 
     def advance(self, shape: tuple[int, int], cfg: ModelConfig, positions, valid) -> tuple[TokenInfo, "Cache"]:
         """Places of a chunk [B, T] that comes next, and the cache that counts it (its layers are still to be written).
@@ -46,7 +152,6 @@ class Cache:
         batch, length = shape
         if batch != len(self.used):
             raise ValueError(f"tokens have {batch} rows, the cache has {len(self.used)}")
-        self._check(cfg)
         if positions is not None and cfg.rope_scaling.kind == "dynamic":
             raise ValueError(
                 "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which goes by the length"
@@ -66,19 +171,9 @@ class Cache:
             self, used=used, reach=jnp.maximum(self.reach, used)
         )
 
-    def _check(self, cfg: ModelConfig) -> None:
-        """Raises ValueError for a cache that was made for another config."""
-        made = specs.abstract(spec(cfg, len(self.used), self.length, ahead=self.ahead), cfg)
-        ours, theirs = ([{n: e.shape for n, e in layer.items() if n not in SOURCE} for layer in c.layers] for c in (self, made))
-        if ours != theirs:
-            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-            shapes = [layers[at] if at < len(layers) else "nothing" for layers in (ours, theirs)]
-            raise ValueError(f"the cache was made for another config: in layer {at} it has {shapes[0]}, not {shapes[1]}")
-
-    def layer(self, index: int, layer: ModelConfig, info: TokenInfo) -> LayerCache:
-        """That of layer ``index``, of config ``layer``, for the chunk that was counted last, whose tokens stand at ``info``."""
-        dims = tuple((name, param.dims) for name, param in layer_spec(layer).items())
-        return LayerCache(self.layers[index], self.used, info, layer, dims, self.length)
+    def layer(self, index: int, cfg: ModelConfig, info: TokenInfo) -> LayerCache:
+        """The cache of layer ``index``, of config ``cfg``, for the chunk that was counted last, at ``info``."""
+        return LayerCache(self.layers[index], self.used, info, cfg, self.dims[index], self.length)
 
     def guard(self, x_BTD: jax.Array) -> jax.Array:
         """``x_BTD``, with NaN in the rows that have gone past the end (what did not fit was not written)."""
@@ -107,76 +202,27 @@ class Cache:
         return dataclasses.replace(self, layers=layers, used=self.used[rows], reach=self.reach[rows])
 
 
-def can_decode(cfg: ModelConfig) -> bool:
-    """Whether the attention of every layer says what it keeps of a sequence."""
-    components = (resolve("attention", layer.attention, attention.CHOICES) for layer in cfg.layers)
-    return cfg.causal and all(getattr(component, "cache", None) is not None for component in components)
+def _rows(x: jax.Array, like: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (like.shape[0], *x.shape[1:]))
 
 
-def layer_spec(layer: ModelConfig) -> dict[str, Param]:
-    """What one layer keeps: the entries that its attention component's ``cache(cfg)`` declares, and positions where the scores
-    need those of the keys. Entries have a letter B, first, and those that grow with the sequence a letter S."""
-    component = resolve("attention", layer.attention, attention.CHOICES)
-    if getattr(component, "cache", None) is None:
-        raise ValueError(f"attention={layer.attention!r} needs cache(cfg), what it keeps of a sequence, to decode with a cache")
-    kept = specs.with_sizes(component.cache(layer), layer.component_sizes)
-    for name, param in kept.items():
-        if not param.dims.startswith("B"):
-            raise ValueError(f"attention={layer.attention!r}: its cache entry {name!r} is {param.dims!r}; B must come first")
-    grows = any("S" in param.dims for param in kept.values())
-    if grows and position.site(layer) == "scores":
-        kept["position"] = Param("BS", zeros, dtype="int32")
-    return kept
+def _ring_order(used: jax.Array, slots: int) -> jax.Array:
+    """[B, S]: which token stands in each slot of a ring after ``used`` [B] tokens; negative where none does."""
+    last = used[:, None] - 1
+    return last - (last - jnp.arange(slots, dtype=jnp.int32)) % slots
 
 
-def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
-    """The cache as ``Param``s: shapes, dtypes and letters, no memory. Arguments as ``init_cache``'s."""
-    if not cfg.causal:
-        raise ValueError("a cache needs causal attention: without it, every token would have to be computed again")
-    dtype = dtype_name("dtype of the cache", cfg.execution.dtype if dtype is None else dtype)
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-        raise ValueError(f"ahead={ahead!r} must be an integer of at least 0")
+def _write(old: jax.Array, new: jax.Array, slot: jax.Array, axis: int) -> jax.Array:
+    """``old`` with ``new`` in the slots [B, T] of its axis S; slots past the end are not written."""
+    new = _rows(new, old).astype(old.dtype)
+    if slot.size == 1:
+        # XLA makes a plain update of a scatter to one slot, and fuses that into each of its readers, with a copy of the whole
+        # cache for each. To two slots, one of them nowhere, it stays what it is: done once, in place.
+        slot = jnp.concatenate([slot, slot + old.shape[axis]], axis=1)
+        new = jnp.concatenate([new, new], axis=axis)
 
-    def sized(param: Param, slots: int) -> Param:
-        sizes = (*param.sizes, ("B", batch), ("S", slots))
-        return dataclasses.replace(param, sizes=sizes, dtype=param.dtype or dtype, decay=False)
+    def row(old, new, slot):
+        at = (*[slice(None)] * (axis - 1), slot)
+        return old.at[at].set(new, mode="drop", unique_indices=True)
 
-    kept = [layer_spec(layer) for layer in cfg.layers]
-    recurrent = [
-        layer for layer, entries in zip(cfg.layers, kept, strict=True) if any("S" not in p.dims for p in entries.values())
-    ]
-    if recurrent and ahead:
-        raise ValueError(f"attention={recurrent[0].attention!r} keeps a state of a recurrence: its tokens cannot be taken back")
-    windows = [layer.window if isinstance(layer.window, int) else max_len for layer in cfg.layers]
-    slots = [min(max_len, window + ahead) for window in windows]
-    layers = [{name: sized(p, number) for name, p in entries.items()} for entries, number in zip(kept, slots, strict=True)]
-    count = sized(Param("B", zeros, dtype="int32"), max_len)
-    return Cache(tuple(layers), count, count, max_len, ahead if recurrent or min(slots) < max_len else max_len)
-
-
-def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
-    """An empty cache for ``batch`` rows of at most ``max_len`` tokens each.
-
-    dtype: of the kept keys and values; the compute dtype unless given. ahead: how many tokens ``rewind`` may take back from
-    layers with a window. Raises ValueError past a learned position table.
-    """
-    for name, number in (("batch", batch), ("max_len", max_len)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
-    inputs.table("cache ", max_len, cfg)
-    rope.check_cache(cfg, max_len)
-    return empty(spec(cfg, batch, max_len, dtype, ahead), cfg)
-
-
-def empty(spec: Cache, cfg: ModelConfig) -> Cache:
-    """The cache that ``spec`` declares, with nothing in it; on a mesh, each part is made where it belongs."""
-
-    def one(param: Param, x: jax.ShapeDtypeStruct) -> jax.Array:
-        return constrain(jnp.zeros(x.shape, x.dtype), param.dims)
-
-    return jax.tree.map(one, spec, specs.abstract(spec, cfg), is_leaf=lambda leaf: isinstance(leaf, Param))
-
-
-def size(cache: Cache) -> int:
-    """Bytes of a cache, or of what its abstract form would take."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    return jax.vmap(row)(old, new, slot)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import Param, weight, zeros
 from jaxformer.nn import norm, position
+from jaxformer.nn.attend import mix
+from jaxformer.nn.cache import KeyValue, LayerCache
 from jaxformer.nn.dense import dense, dropout
-from jaxformer.nn.kernels.select import mix
-from jaxformer.nn.layer_cache import KeyValue, LayerCache
 from jaxformer.nn.mask import TokenInfo, arange
 from jaxformer.nn.named import multiply, named
 from jaxformer.parallel.sharding import gathered

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import inputs, model
+from jaxformer.nn.embedding import head, require_head
+from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import listening
 
 
+@answers_mistakes
 def logprobs(
     params: dict,
     tokens: Any,
@@ -22,15 +25,17 @@ def logprobs(
     source: Any = None,
     source_valid: Any = None,
     token_types: Any = None,
+    embeddings: Any = None,
+    embeddings_mask: Any = None,
     key: jax.Array | None = None,
     chunk: int = 128,
 ) -> jax.Array:
     """The model's log-probability of every token given those before it, float32 [B, T], in nats.
 
-    Entry t is log p(tokens[t] | tokens before t); 0 at padding, and at a token with nothing before it: the first of a row, of a
-    packed document, and after padding on the left. tokens [B, T] are the decoder's in an encoder–decoder, the start token
-    first. The other arguments and the errors are those of ``forward``. chunk: positions whose logits [B, chunk, V] exist at a
-    time; the backward pass computes them again.
+    Entry t is log p(tokens[t] | tokens before t); 0 at padding, at an embedding, and at a token with nothing before it: the
+    first of a row, of a packed document, and after padding on the left. tokens [B, T] are the decoder's in an encoder–decoder,
+    the start token first. The other arguments and the errors are those of ``forward``. chunk: positions whose logits
+    [B, chunk, V] exist at a time; the backward pass computes them again.
 
     >>> rewards_B = (jf.logprobs(params, tokens, cfg) - jf.logprobs(reference, tokens, cfg)).sum(1)
     """
@@ -38,16 +43,18 @@ def logprobs(
         raise ValueError(f"chunk={chunk!r} must be an integer of at least 1 position")
     if not cfg.causal:
         raise ValueError("the model is not causal (causal=False): what it gives at a token depends on the tokens after it")
-    if not cfg.has_head:
-        raise ValueError("the model has no head (has_head=False), and so no log-probabilities")
+    require_head(cfg)
     ids = inputs.tokens("tokens", tokens, cfg)
     rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}
-    hidden_BTD = model.hidden(params, ids, cfg, **rows, source=source, source_valid=source_valid, key=key)
+    rows |= {"source": source, "source_valid": source_valid, "embeddings": embeddings, "embeddings_mask": embeddings_mask}
+    hidden_BTD = model.hidden(params, ids, cfg, **rows, key=key)
     before_BT, after_BT, scored_BT = _neighbours(ids.shape, segments, valid)
+    if embeddings_mask is not None:
+        scored_BT &= ~jnp.asarray(embeddings_mask)
     targets_BT = jnp.take_along_axis(ids, after_BT, axis=1)
 
     def of_chunk(hidden_BTD, targets_BT):
-        logits = jax.nn.log_softmax(model.head(params, hidden_BTD, cfg))
+        logits = jax.nn.log_softmax(head(params, hidden_BTD, cfg))
         # By comparison, not by index: the vocabulary may be sharded, and the gradient needs no scatter.
         is_target = targets_BT[..., None] == jnp.arange(cfg.vocab_size)
         return jnp.where(is_target.any(-1), jnp.where(is_target, logits, 0.0).sum(-1), jnp.nan)

@@ -12,8 +12,8 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.spec import bound, weight
 from jaxformer.nn import block, norm
 from jaxformer.nn.block import BlockOutput
+from jaxformer.nn.cache import LayerCache
 from jaxformer.nn.dense import dense
-from jaxformer.nn.layer_cache import LayerCache
 from jaxformer.nn.mask import TokenInfo
 
 

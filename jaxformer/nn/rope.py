@@ -123,13 +123,13 @@ def to_halves(cfg: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     width = cfg.rotary_dim
     order = np.concatenate([np.arange(0, width, 2), np.arange(1, width, 2), np.arange(width, cfg.head_dim)])
 
-    def one(path: tuple, leaf):
+    def reordered(path: tuple, leaf):
         names = [entry.key for entry in path]
-        own = names[-2] if names[-2] in ("query_norm", "key_norm") else names[-1]
-        moved = "attention" in names and own in ("query", "key", "query_bias", "key_bias", "query_norm", "key_norm")
+        tensor = names[-2] if names[-2] in ("query_norm", "key_norm") else names[-1]
+        moved = "attention" in names and tensor in ("query", "key", "query_bias", "key_bias", "query_norm", "key_norm")
         return jnp.asarray(leaf)[..., order] if moved else leaf
 
-    return dataclasses.replace(cfg, rope_layout="half"), jax.tree_util.tree_map_with_path(one, params)
+    return dataclasses.replace(cfg, rope_layout="half"), jax.tree_util.tree_map_with_path(reordered, params)
 
 
 def attention_factor(cfg: ModelConfig) -> float:

@@ -36,7 +36,7 @@ class StackOutput(NamedTuple):
 
 def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
     """Parameters of a stack of ``cfg.n_layers`` blocks."""
-    parts = {"layers": {name: specs.stack(tree, count) for name, (tree, count) in _parts(cfg, crossing).items()}}
+    parts = {"layers": {name: specs.stack(tree, count) for name, (tree, count) in _sublayers(cfg, crossing).items()}}
     if cfg.layers[-1].residual != "post":  # Post-LN blocks end with a norm already
         parts["norm"] = norm.spec(cfg)
     if params := position.stack_spec(cfg):
@@ -46,33 +46,33 @@ def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
     return parts
 
 
-def _parts(cfg: ModelConfig, crossing: bool) -> dict[str, tuple[dict, int]]:
+def _sublayers(cfg: ModelConfig, crossing: bool) -> dict[str, tuple[dict, int]]:
     """Parameters of each part of a block, by the name it is stacked under, and in how many layers they are."""
     parts: dict[str, tuple[dict, int]] = {}
     kinds = {layer: block.spec(layer, crossing) for layer in set(cfg.layers)}
     for layer in cfg.layers:
-        for part, tree in kinds[layer].items():
-            name = _stacked_name(cfg.layers, layer, part)
+        for sublayer, tree in kinds[layer].items():
+            name = _stacked_name(cfg.layers, layer, sublayer)
             tree, count = parts.get(name, (tree, 0))
             parts[name] = tree, count + 1
     return parts
 
 
-def _stacked_name(layers: Sequence[ModelConfig], layer: ModelConfig, part: str) -> str:
+def _stacked_name(layers: Sequence[ModelConfig], layer: ModelConfig, sublayer: str) -> str:
     """The name that a layer's part is stacked under."""
-    components = dict.fromkeys(block.component(other, part) for other in layers if block.has(other, part))
-    number = list(components).index(block.component(layer, part)) + 1
-    return part if number == 1 else f"{part}_{number}"
+    components = dict.fromkeys(block.component(other, sublayer) for other in layers if block.has(other, sublayer))
+    number = list(components).index(block.component(layer, sublayer)) + 1
+    return sublayer if number == 1 else f"{sublayer}_{number}"
 
 
 def _holds(layers: Sequence[ModelConfig], layer: ModelConfig, name: str) -> bool:
     """Whether a layer's parameters are among those stacked under ``name``."""
-    part = _part(name)
-    return block.has(layer, part) and _stacked_name(layers, layer, part) == name
+    sublayer = _sublayer(name)
+    return block.has(layer, sublayer) and _stacked_name(layers, layer, sublayer) == name
 
 
-def _part(name: str) -> str:
-    """The part of a block that is stacked under ``name``."""
+def _sublayer(name: str) -> str:
+    """The sublayer whose parameters are stacked under ``name``."""
     return re.sub(r"_\d+$", "", name)
 
 
@@ -177,13 +177,13 @@ def _layers(params, x_BTD, cfg, run):
 def _rows(params, layers, start, period, repeats):
     """Of each part, the parameters of the ``repeats`` periods of layers from ``start`` on: [repeats, of a period, ...]."""
     rows = {}
-    for name, part in params.items():
+    for name, tree in params.items():
         first, each = (
             sum(_holds(layers, layer, name) for layer in some) for some in (layers[:start], layers[start : start + period])
         )
         if each:
             cut = lambda p: p[first : first + each * repeats].reshape(repeats, each, *p.shape[1:])  # noqa: B023
-            rows[name] = jax.tree.map(cut, part)
+            rows[name] = jax.tree.map(cut, tree)
     return rows
 
 
@@ -203,13 +203,13 @@ def unstack(params: dict, layers: Sequence[ModelConfig], period: Sequence[ModelC
     whose gradient is one concatenation: indexing would add up arrays of all layers that are zero but for one."""
     period = layers if period is None else period
     trees: list[dict] = [{} for _ in period]
-    for name, part in params.items():
+    for name, stacked in params.items():
         holders = [number for number, layer in enumerate(period) if _holds(layers, layer, name)]
-        leaves, tree = jax.tree.flatten(part)
+        leaves, tree = jax.tree.flatten(stacked)
         split = [jax.lax.split(leaf, [1] * len(holders)) for leaf in leaves]
         for row, number in enumerate(holders):
-            layer_part = jax.tree.unflatten(tree, [jnp.squeeze(pieces[row], 0) for pieces in split])
-            trees[number][_part(name)] = layer_part
+            layer_tree = jax.tree.unflatten(tree, [jnp.squeeze(pieces[row], 0) for pieces in split])
+            trees[number][_sublayer(name)] = layer_tree
     return trees
 
 

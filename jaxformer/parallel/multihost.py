@@ -215,7 +215,7 @@ def whole(x: Any) -> np.ndarray:
 def put(tree: Any, shardings: Any) -> Any:
     """``jax.device_put`` of a tree that every process holds completely: each fills its own devices."""
 
-    def one(x, sharding):
+    def put_one(x, sharding):
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.jit(lambda x: x, out_shardings=sharding)(x)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
@@ -223,8 +223,8 @@ def put(tree: Any, shardings: Any) -> Any:
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, jax.sharding.Sharding):
-        return jax.tree.map(lambda x: one(x, shardings), tree)
-    return jax.tree.map(one, tree, shardings)
+        return jax.tree.map(lambda x: put_one(x, shardings), tree)
+    return jax.tree.map(put_one, tree, shardings)
 
 
 @contextlib.contextmanager

@@ -129,10 +129,10 @@ def partition_spec(
 def shardings(spec: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     """The ``NamedSharding`` of every parameter of a tree of ``Param``."""
 
-    def one(param: Param) -> NamedSharding:
+    def sharding(param: Param) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(param.dims, param.shape(cfg), PARAMETERS, mesh))
 
-    return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(sharding, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
@@ -140,10 +140,10 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
     return _constrain(x, letters, ACTIVATIONS)
 
 
-def gathered(kernel: jax.Array, letters: str) -> jax.Array:
+def gathered(weight: jax.Array, letters: str) -> jax.Array:
     """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
     to move activations instead."""
-    return _constrain(kernel, letters, IN_USE)
+    return _constrain(weight, letters, IN_USE)
 
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:
@@ -179,7 +179,7 @@ def table(spec: Any, cfg: ModelConfig, mesh: Mesh) -> list[tuple[str, str, str, 
     rows = []
     for path, param in walk(spec):
         shape = param.shape(cfg)
-        placed = partition_spec(param.dims, shape, PARAMETERS, mesh)
-        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, placed, strict=True) if axis is not None]
+        spec_of_axes = partition_spec(param.dims, shape, PARAMETERS, mesh)
+        axes = [f"{letter}: {axis}" for letter, axis in zip(param.dims, spec_of_axes, strict=True) if axis is not None]
         rows.append((not axes, -math.prod(shape), (path, param.dims, str(list(shape)), ", ".join(axes) or "replicated")))
     return [row for _, _, row in sorted(rows)]

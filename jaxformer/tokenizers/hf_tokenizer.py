@@ -122,7 +122,7 @@ class Published(Tokenizer):
         with self._lock:  # it is a state of the tokenizer: another thread's text must not get this one's
             self._tok.encode_special_tokens = split_special
             try:
-                return [one.ids for one in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
+                return [encoding.ids for encoding in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
             except Exception as error:  # such as a character that a vocabulary without an unknown token does not have
                 raise ValueError(f"text without ids: {error}") from error
 

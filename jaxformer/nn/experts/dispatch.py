@@ -54,18 +54,18 @@ def apply(
         weights = {name: gathered(weight, WEIGHTS[name]) for name, weight in weights.items()}
         y_BTD, kept_BTJ = local(weights, x_BTD, expert_BTJ, weight_BTJ, valid_BT)
         return y_BTD.astype(x_BTD.dtype), kept_BTJ
-    placed = {name: partition_spec(WEIGHTS[name], weight.shape, PARAMETERS, mesh) for name, weight in weights.items()}
+    specs = {name: partition_spec(WEIGHTS[name], weight.shape, PARAMETERS, mesh) for name, weight in weights.items()}
 
     def on_device(weights, *rows):
-        weights = {name: _unsharded(weight, placed[name]) for name, weight in weights.items()}
+        weights = {name: _unsharded(weight, specs[name]) for name, weight in weights.items()}
         y_BTD, kept_BTJ = local(weights, *rows, owners=mesh.shape["expert"])
         return y_BTD[None], kept_BTJ
 
     # The devices of tensor have a part of F each. Their parts are added up outside, where the sum's gradient is a plain copy.
-    parts = PartitionSpec(placed["gate"][2], *TOKENS)
+    parts = PartitionSpec(specs["gate"][2], *TOKENS)
     # check_vma: the Pallas kernel does not say what its result varies over.
     spread = jax.shard_map(
-        on_device, in_specs=(placed, TOKENS, TOKENS, TOKENS, TOKENS), out_specs=(parts, TOKENS), check_vma=False
+        on_device, in_specs=(specs, TOKENS, TOKENS, TOKENS, TOKENS), out_specs=(parts, TOKENS), check_vma=False
     )
     y, kept_BTJ = spread(weights, x_BTD, expert_BTJ, weight_BTJ, valid_BT)
     return y.sum(0).astype(x_BTD.dtype), kept_BTJ
@@ -88,9 +88,9 @@ def by_token(f: Callable[[jax.Array], jax.Array], x_BTE: jax.Array) -> jax.Array
     return jax.shard_map(f, in_specs=TOKENS, out_specs=TOKENS)(x_BTE)
 
 
-def _unsharded(weight, placed):
+def _unsharded(weight, specs):
     """A device's shard of a weight, with what lies on fsdp brought together. Its gradient is summed as it is spread again."""
-    for axis, name in enumerate(placed):
+    for axis, name in enumerate(specs):
         if name == "fsdp":
             weight = jax.lax.all_gather(weight, name, axis=axis, tiled=True)
     return weight
@@ -136,9 +136,9 @@ def _at_owners(weights, x_MD, sizes_E, cfg, most):
 
 def _round(weights, x_MD, every, number, *, cfg, size):
     """[M, D]: of the rows that this round is for; 0 of the others."""
-    part = exchange.window(every, number * size, size)
-    product = functools.partial(ragged_dot, sizes=exchange.own(part))
-    return exchange.to_sources(_experts(weights, exchange.to_owners(x_MD, part, size), product, cfg), part, len(x_MD))
+    moved = exchange.window(every, number * size, size)
+    product = functools.partial(ragged_dot, sizes=exchange.received(moved))
+    return exchange.to_sources(_experts(weights, exchange.to_owners(x_MD, moved, size), product, cfg), moved, len(x_MD))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -149,15 +149,15 @@ def _more(some, weights, x_MD, every, rounds):
     return jax.lax.fori_loop(1, rounds, add, jnp.zeros_like(x_MD))
 
 
-def _more_forward(some, *given):
-    return _more(some, *given), given
+def _more_forward(some, *arguments):
+    return _more(some, *arguments), arguments
 
 
-def _more_backward(some, given, g_MD):
-    weights, x_MD, every, rounds = given
+def _more_backward(some, arguments, g_MD):
+    weights, x_MD, every, rounds = arguments
 
     def add(number, total):
-        back = jax.vjp(lambda *given: some(*given, every, number), weights, x_MD)[1]
+        back = jax.vjp(lambda *arguments: some(*arguments, every, number), weights, x_MD)[1]
         return jax.tree.map(jnp.add, total, back(g_MD))
 
     return *jax.lax.fori_loop(1, rounds, add, jax.tree.map(jnp.zeros_like, (weights, x_MD))), None, None

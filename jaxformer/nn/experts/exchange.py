@@ -41,26 +41,26 @@ def window(every: Slices, first: jax.Array | int, room: int) -> Slices:
     return Slices(end - begin, every.at_sender + begin - every.at_owner, begin - first)
 
 
-def own(part: Slices) -> jax.Array:
+def received(moved: Slices) -> jax.Array:
     """[E / owners]: rows for each of this device's experts."""
-    return part.size[:, jax.lax.axis_index(AXIS)].sum(0)
+    return moved.size[:, jax.lax.axis_index(AXIS)].sum(0)
 
 
-def to_owners(x_MD: jax.Array, part: Slices, room: int) -> jax.Array:
+def to_owners(x_MD: jax.Array, moved: Slices, room: int) -> jax.Array:
     """This device's rows -> [room, D], those for its experts, then zeros."""
-    return _move(x_MD, part, (len(x_MD), room), True)
+    return _move(x_MD, moved, (len(x_MD), room), True)
 
 
-def to_sources(y: jax.Array, part: Slices, rows: int) -> jax.Array:
+def to_sources(y: jax.Array, moved: Slices, rows: int) -> jax.Array:
     """[room, D] as ``to_owners`` gives them -> [rows, D], back where they came from; 0 for rows that are in no slice. What is
     left of the room is not read."""
-    return _move(y, part, (len(y), rows), False)
+    return _move(y, moved, (len(y), rows), False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _move(x, part, lengths, outward):
+def _move(x, moved, lengths, outward):
     me = jax.lax.axis_index(AXIS)
-    mine, theirs = Slices(*(table[me] for table in part)), Slices(*(table[:, me] for table in part))
+    mine, theirs = Slices(*(table[me] for table in moved)), Slices(*(table[:, me] for table in moved))
     if outward:
         tables = mine.size, mine.at_sender, mine.at_owner, theirs.size, theirs.at_owner
     else:
@@ -71,13 +71,13 @@ def _move(x, part, lengths, outward):
     return jax.lax.platform_dependent(x, *tables, cpu=padded, default=ragged)
 
 
-def _move_forward(x, part, lengths, outward):
-    return _move(x, part, lengths, outward), part
+def _move_forward(x, moved, lengths, outward):
+    return _move(x, moved, lengths, outward), moved
 
 
-def _move_backward(lengths, outward, part, g):
+def _move_backward(lengths, outward, moved, g):
     # Rows move and are not changed: one way is the other's transpose. (What JAX derives sends offsets besides.)
-    return _move(g, part, lengths[::-1], not outward), None
+    return _move(g, moved, lengths[::-1], not outward), None
 
 
 _move.defvjp(_move_forward, _move_backward)

@@ -1,9 +1,9 @@
-"""Which program computes attention: plain XLA anywhere, the splash kernel on TPUs, cuDNN on GPUs. All give the same numbers;
-where one cannot, it says so while the model is traced.
+"""Chooses the program that computes attention: plain XLA anywhere, the splash kernel on TPUs, cuDNN on GPUs. All give the same
+numbers; a kernel that cannot serve a call says why while the model is traced.
 
 ``attention_kernel="auto"`` takes the platform's own where it can, and plain XLA elsewhere; a kernel that is named is used or
-refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` is the whole
-of what each can.
+refused. What reads a cache, where only the run knows which key stands where, is computed by plain XLA. ``table`` lists what
+each kernel can do.
 """
 
 import dataclasses
@@ -11,16 +11,11 @@ import functools
 import logging
 from collections.abc import Callable
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
-
 from jaxformer.config import ModelConfig
-from jaxformer.nn.attend import attend
 from jaxformer.nn.kernels import cudnn, splash
 from jaxformer.nn.kernels.call import AttentionCall
-from jaxformer.nn.mask import TokenInfo, visible
-from jaxformer.nn.named import label, listening
-from jaxformer.parallel.sharding import ACTIVATIONS, current, partition_spec, partitioned, platform
+from jaxformer.nn.named import listening
+from jaxformer.parallel.sharding import platform
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +59,10 @@ FEATURES: dict[str, dict] = {
 
 def table() -> str:
     """What each kernel can do, in Markdown; where one cannot, "auto" computes by plain XLA."""
-    own = [name for name in LIMITS if name != "xla"]
-    rows = [f"| | {' | '.join(own)} |", "|---" * (len(own) + 1) + "|"]
+    kernels = [name for name in LIMITS if name != "xla"]
+    rows = [f"| | {' | '.join(kernels)} |", "|---" * (len(kernels) + 1) + "|"]
     for feature, changed in FEATURES.items():
-        whys = (LIMITS[name](dataclasses.replace(TYPICAL, **changed)) for name in own)
+        whys = (LIMITS[name](dataclasses.replace(TYPICAL, **changed)) for name in kernels)
         rows.append(f"| {feature} | {' | '.join(f'no: {why}' if why else 'yes' for why in whys)} |")
     return "\n".join(rows)
 
@@ -82,12 +77,12 @@ def choose(cfg: ModelConfig, call: AttentionCall) -> str:
         if why := LIMITS[named](call):
             raise ValueError(f"attention_kernel={named!r} {why}; 'auto' computes this with plain XLA")
         return named
-    own = OF_PLATFORM.get(platform(), "xla")
-    if own == "xla" or listening():  # whoever listens may want the weights, which only plain XLA makes
+    kernel = OF_PLATFORM.get(platform(), "xla")
+    if kernel == "xla" or listening():  # whoever listens may want the weights, which only plain XLA makes
         return "xla"
-    why = LIMITS[own](call)
-    _tell(own, why)
-    return "xla" if why else own
+    why = LIMITS[kernel](call)
+    _tell(kernel, why)
+    return "xla" if why else kernel
 
 
 @functools.cache
@@ -97,58 +92,3 @@ def _tell(kernel: str, why: str | None) -> None:
         log.info("attention: %s", kernel)
     else:
         log.warning("attention: plain XLA, which is slower: %s %s", kernel, why)
-
-
-def mix(
-    q_BKGTH: jax.Array,
-    k_BKSH: jax.Array,
-    v_BKSH: jax.Array,
-    info: TokenInfo,
-    key_info: TokenInfo,
-    cfg: ModelConfig,
-    *,
-    crossing: bool = False,
-    scale: float | None = None,
-    bias: jax.Array | None = None,
-    dropout: bool = False,
-    observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
-) -> jax.Array:
-    """``attend`` for queries and keys at their places, by the kernel that ``choose`` gives: [B, K, G, T, H], which
-    rematerialisation knows as "mixed".
-
-    crossing: all keys are visible, but padding. dropout: whether ``observe``, which sees the weights, is to drop some.
-    """
-    causal, window = (False, None) if crossing else (cfg.causal, cfg.window)
-    assert not isinstance(window, tuple)  # a layer's own
-    mesh = current()
-    _, own_keys, own_groups, own_times, _ = (
-        (None,) * 5 if mesh is None else partition_spec("BKGTH", q_BKGTH.shape, ACTIVATIONS, mesh)
-    )
-    call = AttentionCall(
-        q_BKGTH.shape[3],
-        k_BKSH.shape[2],
-        k_BKSH.shape[3],
-        v_BKSH.shape[3],
-        q_BKGTH.dtype.name,
-        causal,
-        window,
-        cfg.attention_softcap,
-        bias=bias is not None,
-        dropout=dropout,
-        padding=key_info.valid is not None,
-        segments=info.segment is not None and key_info.segment is not None,
-        ordered=info.ordered and key_info.ordered,
-        shards=1 if mesh is None or own_times is None else mesh.shape[own_times],
-        heads_apart=own_groups is not None and own_keys is None,
-        unplaced=platform() == "tpu" and mesh is None and partitioned(),
-    )
-    kernel = choose(cfg, call)
-    if kernel == "xla":
-        mask_BTS = visible(info, key_info, causal=causal, window=window)
-        softcap = cfg.attention_softcap
-        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
-        return checkpoint_name(mixed, label("mixed"))
-    scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "cudnn":
-        return checkpoint_name(cudnn.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale), label("mixed"))
-    return splash.apply(q_BKGTH, k_BKSH, v_BKSH, info, key_info, call, scale)  # which labels what it keeps itself

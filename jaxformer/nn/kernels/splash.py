@@ -84,10 +84,10 @@ def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, call):
     balanced = shards > 1 and call.causal and call.queries % (2 * shards) == 0
     if call.causal or call.window is not None:
         kernel = _kernel(call, heads, shards, _folded(call.queries, shards) if balanced else None)
-        own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, time_axis)))
+        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, time_axis)))
     else:  # the same for every part, which the library cannot split
         kernel = _kernel(dataclasses.replace(call, queries=call.queries // shards), heads, 1)
-        own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, None)))
+        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, None)))
 
     def on_shard(kernel, q, k, v, *ids):
         if not balanced:
@@ -98,7 +98,7 @@ def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, call):
 
     ids = () if query_ids is None else (query_ids, key_ids)
     id_specs = (PartitionSpec(rows, time_axis), PartitionSpec(rows, None))[: len(ids)]
-    run = jax.shard_map(on_shard, in_specs=(own, q_spec, k_spec, k_spec, *id_specs), out_specs=q_spec, check_vma=False)
+    run = jax.shard_map(on_shard, in_specs=(kernel_spec, q_spec, k_spec, k_spec, *id_specs), out_specs=q_spec, check_vma=False)
     return run(kernel, q_BKGTH, k_BKSH, v_BKSH, *ids)
 
 
@@ -123,7 +123,7 @@ def _fold(x: jax.Array, axis_of_x: int, back: bool = False, *, axis: str, shards
     if back:
         a, b = ordered(a, b)
         moves = [[(to, at) for at, to in pairs] for pairs in moves]
-    a, b = (jax.lax.ppermute(part, axis, pairs) for part, pairs in zip((a, b), moves, strict=True))
+    a, b = (jax.lax.ppermute(half, axis, pairs) for half, pairs in zip((a, b), moves, strict=True))
     a, b = (a, b) if back else ordered(a, b)
     return jnp.concatenate([a, b], axis=axis_of_x)
 
