@@ -293,3 +293,14 @@ def test_the_end_of_a_learned_table_by_the_longest_prompt_that_there_may_be():
         run(5)
     with pytest.raises(ValueError, match="inside jit, use jf.decode.generate_arrays"):
         jax.jit(lambda prompts: jf.generate(params, prompts, cfg, max_new_tokens=2))(prompts)
+
+
+def test_a_listener_changes_what_is_traced_inside_and_nothing_after():
+    run = jax.jit(lambda params, prompts, lengths: generate_arrays(params, prompts, lengths, CFG, max_new_tokens=NEW))
+    call = lambda: run(params_of(), *arrays())
+    plain, edits = call(), {"decoder.0.mlp.out": jnp.negative}
+    with jf.listen(edits):
+        patched = call()
+        assert_same(patched, jf.generate(params_of(), PROMPTS, CFG, max_new_tokens=NEW))
+    assert differ(patched, plain)
+    assert_same(call(), plain)

@@ -80,7 +80,7 @@ def by_chunks(f: Callable[..., jax.Array], chunk: int, *arrays: jax.Array) -> ja
     return joined.reshape(batch, -1, *joined.shape[3:])[:, :length]
 
 
-def _neighbours(shape: tuple[int, int], segments: Any, valid: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _neighbours(shape: tuple[int, ...], segments: Any, valid: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, T] each: the indices of the valid tokens before and after each token (one of the row, where there is none), and
     whether the token is valid and one of its document stands before it."""
     index_BT = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
