@@ -1,6 +1,6 @@
 """Train a transformer: ``python train.py [CONFIG.py] [--field value ...]``. ``--help`` explains every field.
 
-Starting again in the same run directory goes on from the last checkpoint, exactly.
+The same command with the same run directory continues from the last checkpoint, exactly.
 """
 
 import dataclasses
@@ -14,18 +14,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxformer import data
+from jaxformer import data, training
 from jaxformer.cli import pretrained
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
-from jaxformer.parallel.mesh import check_batch, on_mesh
-from jaxformer.parallel.placement import PLACEMENTS, Placement, own_rows, rows_mesh
+from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.training import evaluate, run
-from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.report import Report, placements, results, show_log
-from jaxformer.training.update import init_state, make_evaluate, make_update
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
@@ -33,29 +30,30 @@ DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 def main(config: run.Config) -> None:
     config, pretrained_tok, read = pretrained.begin(config)
     directory, tok, changes = run.open_run(config)
-    mesh = rows_mesh() if config.mesh == MeshConfig() else config.mesh.make()
+    mesh = config.mesh.make()
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg)
     train = config.train
-    if not cfg.encoder_layers:
-        tok.encode(train.prompt)  # what cannot be encoded is refused now rather than at the first sample
+    if train.sample_tokens and not cfg.encoder_layers:
+        tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
     multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
     multihost.agree("configuration", config)
     check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
 
-    fresh = functools.partial(init_state, cfg, config.optim, train.steps, train.seed)
-    placement = place(config, mesh, abstract := jax.eval_shape(fresh))
-    checkpoints = Checkpoints(directory / "checkpoints", train.keep_checkpoints)
+    objective = run.make_objective(config)
+    fresh = functools.partial(run.initial_state, config)
+    placement = place(config, mesh, objective, abstract := jax.eval_shape(fresh))
+    checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
     restored = checkpoints.restore(placement.like(abstract))
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    pretrained.write_run(directory, config, tok)  # now that nothing is refused any more
+    pretrained.write_run(directory, config, tok)  # from here on nothing is refused
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
-    compiled = placement.compile(make_evaluate(cfg))
+    evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
     report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
     with checkpoints, report, multihost.stopping() as stop, placement.within():
@@ -65,49 +63,50 @@ def main(config: run.Config) -> None:
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             report.train(step, metrics)
             if step % train.eval_every == 0 or step == train.steps:
-                whole = placement.get_state(state)
+                current = placement.get_state(state)
+                params = training.ema_params(current.opt_state, current.params)
                 held_out = map(placement.put_evaluation, corpus.validation)
-                score = evaluate.validation(compiled, whole.params, held_out, corpus.validation_bytes)
+                score = evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
-                checkpoints.save(whole, score.get("loss"))
+                checkpoints.save(current, score.get("loss"))
                 if train.sample_tokens:
-                    report.sample(step, *sample(whole.params, config, corpus))
+                    report.sample(step, *sample(params, config, corpus))
             if stop():
                 break
-        whole = placement.get_state(state)
-        checkpoints.save(whole)  # nothing to do unless stopped between evaluations
+        current = placement.get_state(state)
+        checkpoints.save(current)  # does nothing unless training stopped between evaluations
         checkpoints.wait()
-        is_done = int(whole.step) == train.steps
+        is_done = int(current.step) == train.steps
         if is_done and corpus.test_pairs:
-            score["exact match"] = evaluate.exact_match(whole.params, cfg, tok, corpus.test_pairs, config.data.length)
+            params = training.ema_params(current.opt_state, current.params)
+            score["exact match"] = evaluate.exact_match(params, cfg, tok, corpus.test_pairs, config.data.length)
         best = checkpoints.best_step()
     if is_done:
         results(report.console, train.steps, directory, score, best, time.perf_counter() - began)
     else:
         report.console.print(
-            f"Stopped after step {int(whole.step)}, saved in {directory}. The same command goes on from there."
+            f"Stopped after step {int(current.step)}, saved in {directory}. The same command goes on from there."
         )
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
-    """The state to train from: a checkpoint's, one of parameters that are there already, or a fresh one."""
+    """The state to train from: a checkpoint's, one with the parameters that ``read`` reads, or a fresh one."""
     if restored is not None:
         return placement.put_state(restored)
-    return placement.begin(fresh, read(placement.like(abstract).params) if read else None)
+    return placement.begin(fresh, read(placement.like(abstract).params)) if read else placement.begin(fresh)
 
 
-def place(config: run.Config, mesh: Mesh, abstract: Any) -> Placement:
+def place(config: run.Config, mesh: Mesh, objective: training.Objective, abstract: Any) -> Placement:
     """The update, compiled for the devices."""
-    cfg, train = config.model, config.train
-    options = {name: getattr(train, name) for name in ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")}
-    make = lambda axis_name: make_update(cfg, config.optim, train.steps, axis_name=axis_name, **options)
+    update = run.make_update(config, objective)
     if config.mesh == MeshConfig():
-        return PLACEMENTS[train.parallel](make)
-    return on_mesh(make, abstract, cfg, mesh, train.microbatches, config.mesh.offload)
+        return PLACEMENTS[config.train.parallel](update)
+    where, letters = training.param_shardings(config.model, mesh), getattr(objective, "letters", {})
+    return training.mesh(update, abstract, where, letters=letters, offload=config.mesh.offload)
 
 
-def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
-    """A title and a text: what the model makes of a held-out source, or of the prompt."""
+def sample(params: Any, config: run.Config, corpus: data.Data) -> tuple[str, str]:
+    """A title and a text: the model's outputs for held-out sources, or its continuation of the prompt."""
     cfg, tok, train = config.model, corpus.tokenizer, config.train
     if cfg.encoder_layers:
         pairs = corpus.test_pairs[:5]
@@ -119,13 +118,14 @@ def sample(params, config: run.Config, corpus: data.Data) -> tuple[str, str]:
 
 
 def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], changes: list[str], start: int) -> None:
-    """What is about to happen."""
+    """Prints what is about to be trained, on which devices and data."""
     cfg = config.model
     show_log(console)
     console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, mesh))
-    console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if corpus:
+        console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
         console.print(f"going on from step {start} in {config.run_dir}")
     for change in changes:
@@ -133,11 +133,11 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 
 
 def launch(arguments: list[str]) -> None:
-    """The program: as what ``arguments`` say, with the other processes if there are any."""
+    """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     try:
         config = run.parse(arguments, DEFAULT)
         with multihost.joined(config.distributed):
-            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # the run is the same on any number
+            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # one run, whatever their number
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

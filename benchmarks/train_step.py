@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 import jaxformer as jf
-from jaxformer.training.update import init_state, make_update
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, VOCAB = 4, 768, 12, 512, 2, 50_304
 
@@ -32,8 +31,9 @@ def ours(tokens: np.ndarray):
         embedding_dropout=0.0,
     )
     optim = jf.OptimConfig(lr=1e-4, schedule="constant", warmup_steps=0, beta2=0.999, clip_norm=0.0)
-    update = jax.jit(make_update(cfg, optim, 1000), donate_argnums=0)
-    state = [init_state(cfg, optim, 1000, 0)]
+    optimizer = jf.training.optimizer(optim, cfg, 1000)
+    update = jax.jit(jf.training.make_update(jf.training.next_token(cfg), optimizer), donate_argnums=0)
+    state = [jf.training.init_state(jf.init(cfg, jax.random.key(0)), optimizer, jax.random.key(1))]
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((BATCH, LENGTH), np.float32)}
 
     def step() -> float:

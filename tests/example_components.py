@@ -1,5 +1,7 @@
 """Components from outside the library, written as a user would write them."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -59,6 +61,20 @@ class Alibi:
 alibi = Component(Alibi.spec, Alibi.apply, site="scores")
 
 
+class TableBias:
+    """A bias for every head, whatever the positions."""
+
+    site = "scores"
+
+    @staticmethod
+    def spec(cfg):
+        return {"bias": jf.bias("KG")}
+
+    @staticmethod
+    def apply(params, positions, cfg):
+        return params["bias"][:, :, None, None]
+
+
 class ScaleNorm:
     """One gain over the whole length of the vector (Nguyen & Salazar 2019)."""
 
@@ -106,3 +122,57 @@ class MeanAttention:
         weights_BTS = mask_BTS / jnp.maximum(mask_BTS.sum(-1, keepdims=True), 1)
         mixed_BKTH = jnp.einsum("BTS,BKSH->BKTH", jnp.broadcast_to(weights_BTS, (len(x_BTD), *mask_BTS.shape[1:])), v_BKSH)
         return dense("BKTH,KHD->BTD", mixed_BKTH, params["out"]), cache
+
+
+@dataclass(frozen=True)
+class NarrowMlp:
+    """A feed-forward through a width of its own, with hyperparameters."""
+
+    width: int = 6
+    """[U] hidden width."""
+    temperature: float = 1.0
+    """Divides what the tanh is taken of."""
+    powers: tuple[tuple[int, ...], ...] = ((1,),)
+    """Powers of the hidden values, of which the sums are multiplied."""
+
+    def letters(self, cfg):
+        return {"U": self.width}
+
+    def spec(self, cfg):
+        return {"up": jf.weight(cfg, "D", "U"), "down": jf.weight(cfg, "U", "D", residual=True)}
+
+    def apply(self, params, x_BTD, cfg):
+        hidden_BTU = jnp.tanh(dense("BTD,DU->BTU", x_BTD, params["up"]) / self.temperature)
+        powered_BTU = jnp.ones_like(hidden_BTU)
+        for powers in self.powers:
+            powered_BTU = powered_BTU * sum(hidden_BTU**power for power in powers)
+        return dense("BTU,UD->BTD", jf.named(powered_BTU, "hidden", "BTU", cfg), params["down"])
+
+
+@dataclass(frozen=True)
+class MovingAverage:
+    """Attention without queries and keys: a moving average of the values, which is all that its cache keeps."""
+
+    decay: float
+    """How much of the average a token leaves."""
+
+    def spec(self, cfg):
+        return {"value": jf.weight(cfg, "D", "KH"), "out": jf.weight(cfg, "KH", "D", residual=True)}
+
+    def cache(self, cfg):
+        return {"average": jf.Param("BKH", jf.spec.zeros, dtype="float32")}
+
+    def apply(self, params, x_BTD, cfg, *, info=None, position_params=None, cross_attention_kv=None, cache=None, rng=None):
+        v_TBKH = jnp.moveaxis(dense("BTD,DKH->BTKH", x_BTD, params["value"]), 1, 0).astype(jnp.float32)
+        valid_BT = jnp.broadcast_to(True if info is None or info.valid is None else info.valid, x_BTD.shape[:2])
+
+        def step(average_BKH, token):
+            v_BKH, valid_B = token
+            new_BKH = self.decay * average_BKH + (1 - self.decay) * v_BKH
+            average_BKH = jnp.where(valid_B[:, None, None], new_BKH, average_BKH)
+            return average_BKH, average_BKH
+
+        start_BKH = jnp.zeros(v_TBKH.shape[1:]) if cache is None else cache.entries["average"]
+        last_BKH, averages_TBKH = jax.lax.scan(step, start_BKH, (v_TBKH, valid_BT.T))
+        cache = None if cache is None else cache.put({"average": last_BKH})
+        return dense("BTKH,KHD->BTD", jnp.moveaxis(averages_TBKH, 0, 1).astype(x_BTD.dtype), params["out"]), cache

@@ -163,7 +163,7 @@ def norm_with(statistics_of=lambda x: x, axis=-1, ddof=0, root=lambda variance, 
 # Positions
 
 
-def _embed_with_positions(params, tokens, cfg, types=None):
+def _embed_with_positions(params, tokens, cfg, types=None, embeddings=None):
     return _position(params["decoder"].get("position", {}), _embed(params, tokens, cfg), jnp.arange(tokens.shape[1])[None], cfg)
 
 

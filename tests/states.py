@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxformer as jf
+from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.objective import next_token
 from jaxformer.training.optim import optimizer
-from jaxformer.training.update import TrainState, init_state
+from jaxformer.training.update import TrainState, init_state, make_update
 from tests import tiny
 
 CFG = jf.presets.llama(vocab_size=64, d_model=16, n_layers=1, n_heads=4, n_kv_heads=2, residual_dropout=0.2)
@@ -20,13 +22,22 @@ OPTIM = jf.OptimConfig(warmup_steps=2)
 STEPS = 6
 
 
+def initial(cfg: jf.ModelConfig, optim: jf.OptimConfig, steps: int, seed: int = 0) -> TrainState:
+    """The state that a run of ``steps`` updates starts from."""
+    return run.initial_state(jf.Config(model=cfg, optim=optim, train=jf.TrainConfig(steps=steps, seed=seed)))
+
+
+def update(cfg: jf.ModelConfig, optim: jf.OptimConfig, steps: int, microbatches: int = 1, **options):
+    """The update of a run of ``steps`` updates, by the objective of language models."""
+    return make_update(next_token(cfg, **options), optimizer(optim, cfg, steps), microbatches)
+
+
 def fresh(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
-    params = tiny.drawn(cfg)
-    return TrainState(jnp.int32(0), params, optimizer(optim, STEPS, cfg).init(params), jax.random.key(5))
+    return init_state(tiny.drawn(cfg), optimizer(optim, cfg, STEPS), jax.random.key(5))
 
 
 def like(cfg: jf.ModelConfig = CFG, optim: jf.OptimConfig = OPTIM) -> TrainState:
-    return jax.eval_shape(functools.partial(init_state, cfg, optim, STEPS, 0))
+    return jax.eval_shape(functools.partial(initial, cfg, optim, STEPS))
 
 
 def at(step: int, state: TrainState | None = None) -> TrainState:
@@ -38,7 +49,7 @@ def at(step: int, state: TrainState | None = None) -> TrainState:
 
 def content(state: TrainState) -> dict[str, np.ndarray]:
     """Every number of a state, by path; a key as the integers it is made of."""
-    plain = dataclasses.replace(state, key=jax.random.key_data(state.key))
+    plain = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(plain)[0]}
 
 
@@ -47,7 +58,7 @@ def digest(state: TrainState) -> str:
 
 
 def assert_equal(found: TrainState, expected: TrainState) -> None:
-    assert jax.random.key_impl(found.key) == jax.random.key_impl(expected.key)
+    assert jax.random.key_impl(found.rng) == jax.random.key_impl(expected.rng)
     a, b = content(found), content(expected)
     assert list(a) == list(b)
     for path in b:

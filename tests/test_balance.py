@@ -12,9 +12,10 @@ import tiny
 import jaxformer as jf
 from jaxformer.config import Experts
 from jaxformer.nn.experts import router
+from jaxformer.parallel.placement import AXIS
 from jaxformer.training import balance
-from jaxformer.training.objective import loss_sum
-from jaxformer.training.update import init_state, make_update
+from jaxformer.training.objective import NextToken
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASE = Experts(n_experts=4, per_token=2, d_ff=8)
@@ -55,8 +56,7 @@ def test_padding_changes_nothing():
 
 def test_z_loss_and_metrics_by_hand():
     squares = [math.log(sum(math.exp(x) for x in row)) ** 2 for row in WORKED]
-    weighted = dataclasses.replace(BASE, balance_loss=0.5, z_loss=0.25)
-    found = balance.penalty(did(WORKED), weighted)
+    found = balance.penalty(did(WORKED), jf.Execution(balance_loss=0.5, router_z_loss=0.25))
     np.testing.assert_allclose(found, 0.5 * 1.447590 + 0.25 * sum(squares) / 3, rtol=1e-6)
     metrics = {name: float(value) for name, value in balance.metrics(did(WORKED)).items()}
     share = np.array([2, 3, 1]) / 6
@@ -74,8 +74,9 @@ def test_the_bias_follows_the_load():
 # In training
 
 
-SIGMOID = dataclasses.replace(BASE, score="sigmoid", selection_bias=True, balance_rate=0.01, balance_loss=0.1, z_loss=0.01)
-CFG = jf.presets.llama(vocab_size=40, d_model=16, n_layers=2, n_heads=2, max_length=32, experts=SIGMOID)
+SIGMOID = dataclasses.replace(BASE, score="sigmoid", selection_bias=True)
+PENALTIES = {"balance_rate": 0.01, "balance_loss": 0.1, "router_z_loss": 0.01}
+CFG = jf.presets.llama(vocab_size=40, d_model=16, n_layers=2, n_heads=2, max_length=32, experts=SIGMOID, **PENALTIES)
 MIXED = dataclasses.replace(CFG, experts=dataclasses.replace(SIGMOID, layers=(1,)))
 OPTIM = jf.OptimConfig(lr=1e-3, warmup_steps=0)
 
@@ -89,9 +90,9 @@ def batch(rows=8):
 
 def test_the_loss_has_the_penalty_on_top():
     params = tiny.drawn(MIXED)
-    without = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, balance_loss=0.0, z_loss=0.0))
+    without = dataclasses.replace(MIXED, balance_loss=0.0, router_z_loss=0.0)
     (full, metrics), (plain, _) = (jax.jit(jf.loss, static_argnums=2)(params, batch(), cfg) for cfg in (MIXED, without))
-    sums = loss_sum(params, batch(), MIXED)[1]
+    sums = NextToken(MIXED)(params, batch())[1]
     assert sums["load"].shape == (1, 4) and float(sums["tokens"][0]) == 8 * 8 - 3, (
         "one layer of two; what is not trained does not count"
     )
@@ -103,10 +104,10 @@ def test_the_loss_has_the_penalty_on_top():
 
 
 def test_an_update_moves_the_bias_by_the_rate_alone():
-    state = init_state(MIXED, OPTIM, 10, 0)
-    after, metrics = jax.jit(make_update(MIXED, OPTIM, 10))(state, batch())
+    state = initial(MIXED, OPTIM, 10)
+    after, metrics = jax.jit(update(MIXED, OPTIM, 10))(state, batch())
     bias = np.asarray(after.params["decoder"]["layers"]["moe"]["bias"])
-    load = np.asarray(loss_sum(state.params, batch(), MIXED)[1]["load"])
+    load = np.asarray(NextToken(MIXED)(state.params, batch())[1]["load"])
     np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load), atol=1e-7)
     assert bias.any() and {"balance", "load_max", "load_min", "load_entropy", "dropped"} <= metrics.keys()
 
@@ -114,13 +115,13 @@ def test_an_update_moves_the_bias_by_the_rate_alone():
 def test_devices_agree():
     """pmap balances the load of the whole step: the update is one device's. (A sharded jit: test_mesh.)"""
     data = batch()
-    state = init_state(MIXED, OPTIM, 10, 0)
-    alone, metrics = jax.jit(make_update(MIXED, OPTIM, 10))(state, data)
-    spread = jax.pmap(make_update(MIXED, OPTIM, 10, axis_name="devices"), axis_name="devices")
+    state = initial(MIXED, OPTIM, 10)
+    alone, metrics = jax.jit(update(MIXED, OPTIM, 10))(state, data)
+    spread = jax.pmap(update(MIXED, OPTIM, 10), axis_name=AXIS)
     rows = jax.tree.map(lambda x: x.reshape(8, 1, *x.shape[1:]), data)
     copies = jax.tree.map(lambda x: jnp.stack([x] * 8), state)
     many, their_metrics = spread(copies, rows)
-    loads = [loss_sum(state.params, {name: x[i] for name, x in rows.items()}, MIXED)[1]["load"] for i in range(2)]
+    loads = [NextToken(MIXED)(state.params, {name: x[i] for name, x in rows.items()})[1]["load"] for i in range(2)]
     assert np.abs(loads[0] - loads[1]).max() > 0, "the devices' loads differ"
     assert float(their_metrics["balance"][0]) == pytest.approx(float(metrics["balance"]), rel=1e-5)
     # Float32 sums in another order, through Adam's first step, whose size does not depend on the gradient's.
@@ -133,9 +134,9 @@ def test_devices_agree():
 
 def test_microbatches_balance_what_they_have():
     """Each has the loss of its own load, by its share of the tokens; everything else is that of the whole batch."""
-    linear = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, balance_loss=0.0))
-    data, state = batch(), init_state(linear, OPTIM, 10, 0)
-    whole, parts = (jax.jit(make_update(linear, OPTIM, 10, microbatches=n))(state, data) for n in (1, 4))
+    linear = dataclasses.replace(MIXED, balance_loss=0.0)
+    data, state = batch(), initial(linear, OPTIM, 10)
+    whole, parts = (jax.jit(update(linear, OPTIM, 10, microbatches=n))(state, data) for n in (1, 4))
     gap = jax.tree.map(lambda a, b: np.abs(a - b).max(), whole[0].params, parts[0].params)
     assert max(jax.tree.leaves(gap)) < 2e-5
     assert float(whole[1]["balance"]) == pytest.approx(float(parts[1]["balance"]), rel=1e-5)

@@ -16,7 +16,7 @@ from jaxformer.config.strict import to_json
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.run import write_run
-from jaxformer.training.update import init_state, make_update
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CFG = dataclasses.replace(tiny.PRESETS["llama_gqa"], n_layers=1)
@@ -94,10 +94,10 @@ def test_an_object_without_spec_or_apply_is_refused(kind):
 def test_trains_and_loads_again(fields, tmp_path):
     cfg = swapped(**fields)
     optim, steps = jf.OptimConfig(lr=3e-2, warmup_steps=1), 8
-    batch, state, losses = tiny.batch(cfg), jax.jit(lambda: init_state(cfg, optim, steps, seed=0))(), []
-    update = jax.jit(make_update(cfg, optim, steps))
+    batch, state, losses = tiny.batch(cfg), jax.jit(lambda: initial(cfg, optim, steps))(), []
+    step = jax.jit(update(cfg, optim, steps))
     for _ in range(steps):
-        state, metrics = update(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.5
     write_run(tmp_path, jf.Config(model=cfg, optim=optim), tokenizer.Bytes())

@@ -12,8 +12,10 @@ import pytest
 import jaxformer as jf
 from jaxformer.config.components import Component
 from jaxformer.parallel.placement import PLACEMENTS
-from jaxformer.training.update import init_state, make_evaluate, make_update
+from jaxformer.training.evaluate import make_evaluate
+from jaxformer.training.objective import next_token
 from tests import tiny
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -127,14 +129,13 @@ OPTIM = jf.OptimConfig(warmup_steps=0, beta1=0.0)  # the first moment is then th
 @functools.cache
 def placement(kind: str, devices: int, microbatches: int, rate: float):
     cfg = dataclasses.replace(CFG, embedding_dropout=rate)
-    make = lambda axis_name: make_update(cfg, OPTIM, 10, microbatches=microbatches, axis_name=axis_name)
-    return PLACEMENTS[kind](make, jax.devices()[:devices])
+    return PLACEMENTS[kind](update(cfg, OPTIM, 10, microbatches), jax.devices()[:devices])
 
 
 def masks(kind: str = "jit", devices: int = 1, microbatches: int = 1, rate: float = RATE, step: int = 0) -> np.ndarray:
     """[rows, D], True where an update numbered ``step`` drops the row's embedding."""
     place = placement(kind, devices, microbatches, rate)
-    state = dataclasses.replace(init_state(CFG, OPTIM, 10, seed=0), step=jnp.int32(step))
+    state = dataclasses.replace(initial(CFG, OPTIM, 10), step=jnp.int32(step))
     batch = {"tokens": TOKENS, "targets": np.full_like(TOKENS, 8), "weights": np.ones(TOKENS.shape, np.float32)}
     state, _ = place.step(place.put_state(state), place.put_batch(batch))
     gradient = optax.tree.get(place.get_state(state).opt_state, "mu")["embedding"]["token"]
@@ -156,15 +157,15 @@ def test_dropout_does_not_depend_on_how_jit_shards_the_rows():
 
 
 def test_another_seed_drops_otherwise():
-    first, second = (init_state(CFG, OPTIM, 10, seed) for seed in (0, 1))
-    assert (jax.random.key_data(first.key) != jax.random.key_data(second.key)).any()
+    first, second = (initial(CFG, OPTIM, 10, seed) for seed in (0, 1))
+    assert (jax.random.key_data(first.rng) != jax.random.key_data(second.rng)).any()
 
 
 def test_evaluation_has_no_dropout():
     cfg = tiny.with_dropout(CFG, 0.3)
     params, batch = tiny.drawn(CFG), tiny.batch(CFG)
     plain = dataclasses.replace(cfg, attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0)
-    found, expected = (jax.jit(make_evaluate(c))(params, batch)["nll"] for c in (cfg, plain))
+    found, expected = (jax.jit(make_evaluate(next_token(c)))(params, batch)["nll"] for c in (cfg, plain))
     assert found == expected
-    _, metrics = jax.jit(make_update(cfg, OPTIM, 10))(dataclasses.replace(init_state(cfg, OPTIM, 10, 0), params=params), batch)
+    _, metrics = jax.jit(update(cfg, OPTIM, 10))(dataclasses.replace(initial(cfg, OPTIM, 10), params=params), batch)
     assert abs(metrics["loss"] - expected / batch["weights"].sum()) > 1e-3  # training has some

@@ -15,7 +15,7 @@ import jaxformer as jf
 from jaxformer.config import Experts
 from jaxformer.nn.experts import dispatch, ragged, router
 from jaxformer.parallel.sharding import ROWS, MeshConfig, shardings
-from jaxformer.training.objective import loss_sum
+from jaxformer.training.objective import NextToken
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASE = Experts(n_experts=8, per_token=2, d_ff=12)
@@ -168,7 +168,7 @@ def test_a_models_loss_and_gradients_are_those_of_one_device(name, mesh, how, ki
     params, batch = tiny.drawn(cfg), tiny.batch(cfg, 8, length=8)
     mesh = MESHES[mesh].make()
     placed = shardings(jf.model.spec(cfg), cfg, mesh)
-    run = lambda: jax.jit(jax.grad(lambda p, b: loss_sum(p, b, cfg), has_aux=True))
+    run = lambda: jax.jit(jax.grad(NextToken(cfg), has_aux=True))
     expected = run()(params, batch)
     assert min(float(np.abs(g).max()) for g in jax.tree.leaves(expected[0]["decoder"]["layers"]["moe"]["up"])) > 1e-3
     with jax.set_mesh(mesh):

@@ -17,12 +17,13 @@ from tests import tiny
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NO_NORM = Component(lambda cfg, dim="D": {}, lambda params, x, cfg: x)
-NOTHING = Component(lambda cfg: {}, lambda params, x_BTD, cfg, **where: jnp.zeros_like(x_BTD))
+NO_ATTENTION = Component(lambda cfg: {}, lambda params, x_BTD, cfg, **where: (jnp.zeros_like(x_BTD), None))
+NO_MLP = Component(lambda cfg: {}, lambda params, x_BTD, cfg: jnp.zeros_like(x_BTD))
 
 
 def lookup(vocab_size: int) -> jf.ModelConfig:
     """A model whose logits after token i are row i of its embedding table, so that a test can choose them."""
-    parts = {"attention": NOTHING, "mlp": NOTHING, "norm": NO_NORM, "position": "none"}
+    parts = {"attention": NO_ATTENTION, "mlp": NO_MLP, "norm": NO_NORM, "position": "none"}
     return jf.ModelConfig(vocab_size=vocab_size, d_model=vocab_size, n_layers=1, n_heads=1, **parts)
 
 
@@ -135,6 +136,30 @@ def test_label_smoothing_is_cross_entropy_with_the_smoothed_target():
     assert abs(expected.sum() - plain.sum()) > 0.01
     np.testing.assert_allclose(loss, expected.sum() / 3, rtol=1e-6)  # three float32 terms
     np.testing.assert_allclose(metrics["loss"], plain.sum() / 3, rtol=1e-6)
+
+
+def z_loss_by_hand(logits, weights):
+    return (np.log(np.exp(np.float64(logits)).sum(-1)) ** 2 * weights).sum()
+
+
+@pytest.mark.parametrize("loss_chunk", [None, 3])
+def test_z_loss_is_the_squared_logsumexp_of_what_counts(loss_chunk):
+    """Chowdhery et al. 2022, section 5: the weight times the mean of (log Z)², over counted tokens alone, in chunks too."""
+    cfg = shallow("llama_gqa")
+    params, batch = tiny.drawn(cfg), with_ignored(cfg)
+    weights = batch["weights"] * (batch["targets"] >= 0)
+    by_hand = z_loss_by_hand(jf.forward(params, batch["tokens"], cfg), weights)
+    assert abs(by_hand - z_loss_by_hand(jf.forward(params, batch["tokens"], cfg), batch["weights"])) > 1, "what is not counted"
+    objective = jf.training.next_token(cfg, z_loss=0.1, loss_chunk=loss_chunk)
+    total, sums = jax.jit(objective)(params, batch)
+    plain, _ = jax.jit(jf.training.next_token(cfg, loss_chunk=loss_chunk))(params, batch)
+    np.testing.assert_allclose(total - plain, 0.1 * by_hand, rtol=1e-5)  # a difference of sums of some 20 float32 terms
+    metrics = objective.metrics(sums)
+    np.testing.assert_allclose(metrics["z_loss"], by_hand / weights.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], plain / weights.sum(), rtol=1e-6)
+    assert "z_loss" not in objective.validation(params, batch, None)[1]
+    with pytest.raises(ValueError, match="z_loss=-1.0 must be at least 0"):
+        jf.training.next_token(cfg, z_loss=-1.0)
 
 
 @pytest.mark.parametrize("chunk", [None, 2])

@@ -12,10 +12,12 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 import jaxformer as jf
+from jaxformer.parallel import placement as placements
 from jaxformer.parallel import sharding
-from jaxformer.parallel.mesh import check_batch, on_mesh, state_shardings
+from jaxformer.parallel.placement import check_batch, state_shardings
 from jaxformer.parallel.sharding import ACTIVATIONS, PARAMETERS, MeshConfig, partition_spec
-from jaxformer.training.update import init_state, make_update
+from jaxformer.training.update import param_shardings
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 5
@@ -51,12 +53,12 @@ def test_meshes_and_batches_that_do_not_fit():
     with pytest.raises(ValueError, match="mesh.tensor=0 must be at least 1"):
         MeshConfig(tensor=0)
     mesh = MeshConfig(fsdp=4, context=2).make()
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices .*; the nearest is 8"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest is 8"):
         check_batch({"tokens": np.zeros((6, 8))}, mesh)
-    with pytest.raises(ValueError, match="length=7 does not divide by 2 devices .context.; the nearest is 8"):
+    with pytest.raises(ValueError, match="length=7 does not divide by 2 devices along context; the nearest is 8"):
         check_batch({"tokens": np.zeros((8, 7))}, mesh)
     check_batch({"tokens": np.zeros((8, 8))}, mesh, 2)
-    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 4 devices .*; the nearest is 16"):
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 4 devices; the nearest is 16"):
         check_batch({"tokens": np.zeros((12, 8))}, mesh, 2)
 
 
@@ -72,7 +74,12 @@ def test_the_table_names_what_is_replicated():
 
 
 def fresh(cfg):
-    return init_state(cfg, OPTIM, STEPS, 0)
+    return initial(cfg, OPTIM, STEPS)
+
+
+def on_mesh(cfg, mesh, **options):
+    abstract = jax.eval_shape(functools.partial(fresh, cfg))
+    return placements.mesh(update(cfg, OPTIM, STEPS), abstract, param_shardings(cfg, mesh), **options)
 
 
 def model(name):
@@ -81,19 +88,19 @@ def model(name):
     cfg = tiny.PRESETS[name]
     if not isinstance(cfg.window, tuple):
         cfg = dataclasses.replace(cfg, n_layers=1, encoder_layers=min(1, cfg.encoder_layers))
-    if not cfg.experts.number:
+    if not cfg.experts.n_experts:
         return cfg
-    experts = dataclasses.replace(cfg.experts, balance_loss=0.1, z_loss=0.01, balance_rate=0.01, groups=2, groups_per_token=1)
-    return dataclasses.replace(cfg, experts=experts, mtp=True)
+    experts = dataclasses.replace(cfg.experts, groups=2, groups_per_token=1)
+    return dataclasses.replace(cfg, experts=experts, balance_loss=0.1, router_z_loss=0.01, balance_rate=0.01, mtp=True)
 
 
 @functools.cache
 def alone(name):
     """Five updates on one device."""
     cfg = model(name)
-    state, update, metrics = jax.jit(lambda: fresh(cfg))(), jax.jit(make_update(cfg, OPTIM, STEPS)), []
+    state, run, metrics = jax.jit(lambda: fresh(cfg))(), jax.jit(update(cfg, OPTIM, STEPS)), []
     for seed in range(STEPS):
-        state, step = update(state, tiny.batch(cfg, 8, length=8, seed=seed))
+        state, step = run(state, tiny.batch(cfg, 8, length=8, seed=seed))
         metrics.append({name: float(value) for name, value in step.items()})
     return state, metrics
 
@@ -117,7 +124,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (*SLOW, ("deep
 def test_five_updates_are_those_of_one_device(name, mesh):
     cfg, config = model(name), MESHES[mesh]
     make = functools.partial(fresh, cfg)
-    placement = on_mesh(lambda axis: make_update(cfg, OPTIM, STEPS), jax.eval_shape(make), cfg, config.make())
+    placement = on_mesh(cfg, config.make())
     state = placement.begin(make)
     expected, expected_metrics = alone(name)
     if mesh != "data":
@@ -139,8 +146,8 @@ def test_states_are_born_and_restored_on_their_shards():
     cfg, mesh = tiny.PRESETS["llama_gqa"], MeshConfig(fsdp=8).make()
     make = functools.partial(fresh, cfg)
     abstract = jax.eval_shape(make)
-    placement = on_mesh(lambda axis: make_update(cfg, OPTIM, STEPS), abstract, cfg, mesh)
-    where = state_shardings(abstract, cfg, mesh)
+    placement = on_mesh(cfg, mesh)
+    where = state_shardings(abstract, param_shardings(cfg, mesh))
     state = placement.begin(make)
     jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim) or pytest.fail(f"{x.sharding} {at}"), state, where)
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1]
@@ -153,8 +160,7 @@ def test_states_are_born_and_restored_on_their_shards():
 def test_an_optimizer_state_in_the_hosts_memory_is_the_same():
     cfg, config = model("llama_gqa"), MESHES["fsdp"]
     make = functools.partial(fresh, cfg)
-    given = (lambda axis: make_update(cfg, OPTIM, STEPS)), jax.eval_shape(make), cfg, config.make()
-    near, far = on_mesh(*given), on_mesh(*given, offload=True)
+    near, far = on_mesh(cfg, config.make()), on_mesh(cfg, config.make(), offload=True)
     states = [placement.begin(make) for placement in (near, far)]
     for seed in range(2):
         batch = tiny.batch(cfg, 8, length=8, seed=seed)
@@ -220,5 +226,5 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
     start = jax.jit(jf.init, static_argnums=0)(cfg, jax.random.key(0))
     assert max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (plain, start)), strict=True)) > 0.01
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), spread, plain)
-    with pytest.raises(ValueError, match="it goes with no axis of mesh"):
+    with pytest.raises(ValueError, match="cannot be combined with mesh"):
         dataclasses.replace(config("x", 2, MeshConfig(fsdp=2)), train=jf.TrainConfig(parallel="pmap"))

@@ -282,12 +282,10 @@ def test_a_rate_needs_the_bias_that_it_moves():
 
 
 def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
-    from jaxformer.training.update import make_update
-
     one = dataclasses.replace(BASE, per_token=1)
     with pytest.raises(ValueError, match="their router would learn nothing"):
-        make_update(model(one), jf.OptimConfig(), 10)
-    make_update(model(dataclasses.replace(one, normalize=False)), jf.OptimConfig(), 10)
+        jf.training.next_token(model(one))
+    jf.training.next_token(model(dataclasses.replace(one, normalize=False)))
 
 
 def test_what_layers_did_is_told_with_a_cache_too():

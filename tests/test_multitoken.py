@@ -14,8 +14,8 @@ import tiny
 import jaxformer as jf
 from jaxformer.nn import block, mtp, norm
 from jaxformer.nn import cache as caches
-from jaxformer.training.objective import loss_sum
-from jaxformer.training.update import init_state, make_update
+from jaxformer.training.objective import NextToken
+from tests.states import initial, update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BASES = ["llama_gqa", "mistral", "deepseek"]
@@ -67,10 +67,10 @@ def test_its_loss_by_hand():
     segments = np.repeat([[0, 0, 0, 0, 1, 1, 1, 1]], 2, 0)
     data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights, "segments": segments}
     data["targets"] = np.where(weights == 0, -100, data["targets"])
-    total, sums = jax.jit(loss_sum, static_argnums=2)(params, data, cfg)
+    total, sums = jax.jit(NextToken(cfg))(params, data)
     plain = dataclasses.replace(cfg, mtp=False)
     without = {name: part for name, part in params.items() if name != "mtp"}
-    nll = loss_sum(without, data, plain)[0]
+    nll = NextToken(plain)(without, data)[0]
 
     hidden = jf.hidden(params, data["tokens"], cfg, segments=segments)
     logits = jf.model.head(params, jf.model.after_next(params, hidden, tokens[:, 1:], cfg, segments=segments), cfg)
@@ -85,7 +85,7 @@ def test_its_loss_by_hand():
     by_hand = sum(float(each[row, at]) for row, at in counts)
     np.testing.assert_allclose(sums["mtp_nll"], by_hand, rtol=1e-5)
     np.testing.assert_allclose(total, nll + 0.3 * by_hand, rtol=1e-5)
-    chunked = loss_sum(params, data, cfg, chunk=3, mtp_weight=0.5)[0]
+    chunked = NextToken(cfg, loss_chunk=3, mtp_weight=0.5)(params, data)[0]
     np.testing.assert_allclose(chunked, nll + 0.5 * by_hand, rtol=1e-5)
     _, metrics = jf.loss(params, data, cfg)
     assert float(metrics["mtp_loss"]) == pytest.approx(by_hand / len(counts), rel=1e-5)
@@ -154,12 +154,12 @@ def test_its_experts_are_balanced_with_the_others():
     experts = dataclasses.replace(cfg.experts, layers=(2,), balance_rate=0.01, balance_loss=0.1)
     cfg = dataclasses.replace(cfg, experts=experts)
     params, data = tiny.drawn(cfg), tiny.batch(cfg, 4)
-    sums = jax.jit(loss_sum, static_argnums=2)(params, data, cfg)[1]
+    sums = jax.jit(NextToken(cfg))(params, data)[1]
     assert sums["load"].shape == (2, 4), "one layer of the decoder, and the block"
     assert 0 < float(sums["tokens"][1]) == float(sums["mtp_weight"]) < float(sums["tokens"][0])
-    state = init_state(cfg, jf.OptimConfig(warmup_steps=0), 10, 0)
-    load = loss_sum(state.params, data, cfg)[1]["load"]
-    after = jax.jit(make_update(cfg, jf.OptimConfig(warmup_steps=0), 10))(state, data)[0].params
+    state = initial(cfg, jf.OptimConfig(warmup_steps=0), 10)
+    load = NextToken(cfg)(state.params, data)[1]["load"]
+    after = jax.jit(update(cfg, jf.OptimConfig(warmup_steps=0), 10))(state, data)[0].params
     biases = [after["decoder"]["layers"]["moe"]["bias"][0], after["mtp"]["layer"]["moe"]["bias"]]
     np.testing.assert_allclose(biases, 0.01 * np.sign(load.mean(-1, keepdims=True) - load), atol=1e-7)
     assert all(np.asarray(bias).any() for bias in biases)

@@ -18,8 +18,9 @@ from jaxformer.cost.hlo import buffer_names, buffers, collectives, hlo_cost, tex
 from jaxformer.cost.plan import VERSION
 from jaxformer.cost.programs import Program
 from jaxformer.parallel.sharding import MeshConfig
-from jaxformer.training.update import init_state, make_update
+from jaxformer.training.objective import NextToken
 from tests import tiny
+from tests.states import initial, update
 
 # Programs
 
@@ -59,10 +60,10 @@ def test_a_loop_without_a_count_is_told():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_an_update_has_the_flops_of_the_formula(remat):
     cfg = jf.presets.llama(vocab_size=64, d_model=32, n_layers=4, n_heads=4, d_ff=64, max_length=16, scan=True, remat=remat)
-    state = jax.eval_shape(functools.partial(init_state, cfg, jf.OptimConfig(), 10, 0))
+    state = jax.eval_shape(functools.partial(initial, cfg, jf.OptimConfig(), 10))
     batch = {name: jax.ShapeDtypeStruct((2, 16), dtype) for name, dtype in (("tokens", "int32"), ("targets", "int32"))}
     batch["weights"] = jax.ShapeDtypeStruct((2, 16), "float32")
-    program = jax.jit(make_update(cfg, jf.OptimConfig(), 10)).lower(state, batch).compile().as_text()
+    program = jax.jit(update(cfg, jf.OptimConfig(), 10)).lower(state, batch).compile().as_text()
     wanted = model_flops.training(cfg, 2, 16)
     norms = 6 * 2 * 16 * (2 * 4 + 1) * 32  # which are in N, and multiply nothing
     head = 2 * 2 * 16 * 64 * 32
@@ -395,7 +396,8 @@ def test_what_is_kept_for_the_backward_pass():
     cfg = tiny.PRESETS["llama_mha"]
     batch = {"tokens": jax.ShapeDtypeStruct((4, 8), "int32"), "targets": jax.ShapeDtypeStruct((4, 8), "int32")}
     batch["weights"] = jax.ShapeDtypeStruct((4, 8), "float32")
-    kept = [sum(size for _, size in analytic.saved(dataclasses.replace(cfg, scan=True, remat=remat), batch)) for remat in REMAT]
+    objectives = [NextToken(dataclasses.replace(cfg, scan=True, remat=remat)) for remat in REMAT]
+    kept = [sum(size for _, size in analytic.saved(objective, batch)) for objective in objectives]
     assert kept[0] > 1.5 * kept[1] > 1.5 * kept[2]
     block = 4 * 8 * cfg.d_model * 4  # of each block its input, and little besides what the head needs
     assert kept[2] > cfg.n_layers * block

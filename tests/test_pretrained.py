@@ -20,7 +20,6 @@ from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import run
 from jaxformer.training.run import InitConfig
-from jaxformer.training.update import init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
@@ -120,8 +119,8 @@ def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path)
         folder = tmp_path / "first"
     asked = dataclasses.replace(config(tmp_path / "run", text, folder), mesh=mesh)
     adopted, _, read = pretrained.begin(asked)
-    fresh = functools.partial(init_state, adopted.model, adopted.optim, 2, 0)
-    placement = train.place(adopted, mesh.make(), abstract := jax.eval_shape(fresh))
+    fresh = functools.partial(run.initial_state, adopted)
+    placement = train.place(adopted, mesh.make(), run.make_objective(adopted), abstract := jax.eval_shape(fresh))
     like = placement.like(abstract)
     params = read(like.params)
     assert same(params, jf.load(folder)[1] if kind == "run" else jf.hf.load(folder)[1])
@@ -156,7 +155,7 @@ def test_the_command_line_decides_nothing_that_the_folder_does(tmp_path):
     with pytest.raises(ValueError, match="--model.n-layers would have no effect with --init.from"):
         run.parse(["--init.from", "x", "--model.n-layers", "2"], file)
     parsed = run.parse(["--init.from", "x", "--model.dtype", "bfloat16"], file)
-    assert (parsed.init.folder, parsed.model.dtype) == ("x", "bfloat16")
+    assert (parsed.init.folder, parsed.model.execution.dtype) == ("x", "bfloat16")
     with pytest.raises(ValueError, match="init.revision goes with init.from"):
         InitConfig(revision="main")
 

@@ -22,7 +22,6 @@ from jaxformer.parallel.multihost import DistributedConfig, joined
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.update import init_state
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -148,9 +147,9 @@ class Runs:
         """All that the last checkpoint holds, by path."""
         config = run.read_run(self.folder / name)
         checkpoints = Checkpoints(self.folder / name / "checkpoints")
-        state = checkpoints.restore(jax.eval_shape(functools.partial(init_state, config.model, config.optim, STEPS, 0)))
+        state = checkpoints.restore(jax.eval_shape(functools.partial(run.initial_state, config)))
         checkpoints.close()
-        state = state.replace(key=jax.random.key_data(state.key))
+        state = state.replace(rng=jax.random.key_data(state.rng))
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
 
     def rows(self, name: str, process: int) -> dict[str, np.ndarray]:

@@ -14,9 +14,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.parallel.placement import PLACEMENTS
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.update import TrainState, make_update
+from jaxformer.training.update import TrainState
 from tests import tiny
-from tests.states import CFG, OPTIM, STEPS, assert_equal, at, content, digest, fresh, like, listing, params_of, restore, save
+from tests.states import (
+    CFG,
+    OPTIM,
+    STEPS,
+    assert_equal,
+    at,
+    content,
+    digest,
+    fresh,
+    like,
+    listing,
+    params_of,
+    restore,
+    save,
+    update,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -90,7 +105,7 @@ def test_saved_over_four_devices_restored_on_others(tmp_path, kind, devices):
     state = spread(at(3), 4)
     assert not state.params["embedding"]["token"].is_fully_replicated
     save(tmp_path, state)
-    unchanged = lambda axis_name: lambda state, batch: (state, {})
+    unchanged = lambda state, batch: (state, {})
     placement = PLACEMENTS[kind](unchanged, jax.devices()[:devices])
     found, _ = placement.step(placement.put_state(restore(tmp_path)), placement.put_batch({"tokens": np.zeros((8, 1))}))
     assert len(found.params["embedding"]["token"].sharding.device_set) == devices
@@ -120,19 +135,19 @@ def test_saved_over_four_devices_read_where_those_do_not_exist(tmp_path, devices
 
 @pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_typed_keys_survive(tmp_path, kind):
-    state = dataclasses.replace(at(3), key=jax.random.fold_in(jax.random.key(3, impl=kind), 5))
+    state = dataclasses.replace(at(3), rng=jax.random.fold_in(jax.random.key(3, impl=kind), 5))
     save(tmp_path, state)
     found = restore(tmp_path, jax.eval_shape(lambda: state))
     assert_equal(found, state)
     draw = lambda key: jax.random.normal(jax.random.fold_in(key, 1), (4,))
-    np.testing.assert_array_equal(draw(found.key), draw(state.key))
+    np.testing.assert_array_equal(draw(found.rng), draw(state.rng))
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("threefry2x32", "rbg"), ("rbg", "threefry2x32"), ("rbg", "unsafe_rbg")])
 def test_a_key_of_another_kind_is_refused(tmp_path, kind, wanted):
-    save(tmp_path, dataclasses.replace(at(3), key=jax.random.key(3, impl=kind)))
+    save(tmp_path, dataclasses.replace(at(3), rng=jax.random.key(3, impl=kind)))
     with pytest.raises(ValueError, match="key"):
-        restore(tmp_path, dataclasses.replace(like(), key=jax.eval_shape(lambda: jax.random.key(3, impl=wanted))))
+        restore(tmp_path, dataclasses.replace(like(), rng=jax.eval_shape(lambda: jax.random.key(3, impl=wanted))))
 
 
 # Going on
@@ -141,8 +156,7 @@ def test_a_key_of_another_kind_is_refused(tmp_path, kind, wanted):
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_three_steps_and_three_more_are_six_bitwise(tmp_path, kind):
     """With dropout. The steps after the save reuse the buffers of the state while it is being written."""
-    make = lambda axis_name: make_update(CFG, OPTIM, STEPS, axis_name=axis_name)
-    place = PLACEMENTS[kind](make, jax.devices()[:2])
+    place = PLACEMENTS[kind](update(CFG, OPTIM, STEPS), jax.devices()[:2])
     checkpoints = Checkpoints(tmp_path)
 
     def train(state, steps):

@@ -20,7 +20,6 @@ import pytest
 
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.update import init_state
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -150,10 +149,10 @@ def final_state(directory: Path) -> dict[str, np.ndarray]:
     """Parameters, optimizer state, key and step of the last checkpoint, by path."""
     config = run.read_run(directory)
     checkpoints = Checkpoints(directory / "checkpoints")
-    state = checkpoints.restore(jax.eval_shape(functools.partial(init_state, config.model, config.optim, STEPS, 0)))
+    state = checkpoints.restore(jax.eval_shape(functools.partial(run.initial_state, config)))
     checkpoints.close()
     assert int(state.step) == STEPS
-    state = state.replace(key=jax.random.key_data(state.key))
+    state = state.replace(rng=jax.random.key_data(state.rng))
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 

@@ -14,8 +14,9 @@ import jaxformer as jf
 from jaxformer.config import spec as specs
 from jaxformer.parallel.placement import PLACEMENTS
 from jaxformer.training.optim import learning_rate, optimizer
-from jaxformer.training.update import TrainState, make_update
+from jaxformer.training.update import TrainState, init_state
 from tests import tiny
+from tests.states import update
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,8 +34,7 @@ MODELS = {
 
 
 def state_of(cfg: jf.ModelConfig, optim: jf.OptimConfig) -> TrainState:
-    params = tiny.drawn(cfg)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, STEPS, cfg).init(params), jax.random.key(0))
+    return init_state(tiny.drawn(cfg), optimizer(optim, cfg, STEPS), jax.random.key(0))
 
 
 def fresh(model: str) -> TrainState:
@@ -51,8 +51,7 @@ def batches(model: str) -> list[dict]:
 
 @functools.cache
 def placement(model: str, kind: str, devices: int, microbatches: int = 1):
-    make = lambda axis_name: make_update(MODELS[model], OPTIM, STEPS, microbatches=microbatches, axis_name=axis_name)
-    return PLACEMENTS[kind](make, jax.devices()[:devices])
+    return PLACEMENTS[kind](update(MODELS[model], OPTIM, STEPS, microbatches), jax.devices()[:devices])
 
 
 @functools.cache
@@ -170,14 +169,14 @@ def test_a_step_with_nothing_to_learn(microbatches):
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_rows_that_do_not_divide_by_the_devices_raise(kind):
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest that does is 8"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest is 8"):
         placement("decoder", kind, 4).put_batch(tiny.batch(MODELS["decoder"], 6))
 
 
 def test_rows_that_do_not_divide_into_microbatches_raise():
-    update = make_update(MODELS["decoder"], OPTIM, STEPS, microbatches=3)
+    step = update(MODELS["decoder"], OPTIM, STEPS, microbatches=3)
     with pytest.raises(ValueError, match="8 rows does not divide into 3 microbatches"):
-        jax.eval_shape(update, fresh("decoder"), batches("decoder")[0])
+        jax.eval_shape(step, fresh("decoder"), batches("decoder")[0])
 
 
 # A tied head
@@ -195,7 +194,7 @@ def test_a_tied_embedding_is_one_array_that_learns_from_both_uses(name):
     params, batch = tiny.drawn(tied), tiny.batch(tied)
     embedding = params["embedding"]["token"]
     assert "head" not in params
-    moments = [leaf for leaf in jax.tree.leaves(optimizer(OPTIM, STEPS, tied).init(params)) if leaf.ndim]
+    moments = [leaf for leaf in jax.tree.leaves(optimizer(OPTIM, tied, STEPS).init(params)) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * specs.count(jf.model.spec(tied), tied)  # Adam keeps two of each number
     extra = specs.count(jf.model.spec(untied), untied) - specs.count(jf.model.spec(tied), tied)
     assert extra == embedding.size
@@ -213,11 +212,11 @@ def test_a_tied_embedding_is_one_array_that_learns_from_both_uses(name):
 
 def repeated(cfg: jf.ModelConfig, optim: jf.OptimConfig, batch: dict, steps: int):
     """The state and the losses after ``steps`` updates on one batch, as one program."""
-    update = make_update(cfg, optim, steps)
+    step = update(cfg, optim, steps)
 
     @jax.jit
     def run(state):
-        return jax.lax.scan(lambda state, _: (lambda s, m: (s, m["loss"]))(*update(state, batch)), state, None, steps)
+        return jax.lax.scan(lambda state, _: (lambda s, m: (s, m["loss"]))(*step(state, batch)), state, None, steps)
 
     return run(state_of(cfg, optim))
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
 from jaxformer.config import checks
@@ -21,6 +22,7 @@ DEFAULT = Execution()
 Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 
 
+@jax.tree_util.register_static  # jitted functions take a config as an argument without static_argnums
 @dataclass(frozen=True)
 class ModelConfig(Strict):
     """A transformer. Letters in brackets are the dimension key's (see the package docstring).

@@ -56,6 +56,7 @@ def check(cfg: Any) -> None:
 
 
 def _check_letters(cfg):
+    declared: dict[str, tuple[str, int]] = {}
     for kind in BUILT_IN:
         for letter, size in letters(getattr(cfg, kind), cfg).items():
             if not (isinstance(letter, str) and len(letter) == 1 and letter.isascii() and letter.isupper()):
@@ -64,6 +65,9 @@ def _check_letters(cfg):
                 raise ValueError(f"{kind} declares the letter {letter!r}, which the dimension key has already")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{kind} declares {letter!r} of size {size!r}: it must be an integer of at least 1")
+            other, known = declared.setdefault(letter, (kind, size))
+            if known != size:
+                raise ValueError(f"{kind} declares {letter!r} of size {size}, {other} of size {known}: give one another letter")
 
 
 def _check_by_layer(cfg):

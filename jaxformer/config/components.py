@@ -66,7 +66,7 @@ def normalized(kind: str, value: Any) -> Any:
     if getattr(component, "__name__", None) == f"jaxformer.nn.{kind}":
         raise ValueError(f"{kind}={value!r} is what looks components up; give it one of: {', '.join(BUILT_IN[kind])}")
     if isinstance(component, type) and dataclasses.is_dataclass(component):
-        component = _with_defaults(kind, value, component)
+        component = _instance(kind, value, component, {})
     if not (hasattr(component, "spec") and hasattr(component, "apply")):
         raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
     if has_fields(component):
@@ -80,9 +80,9 @@ def has_fields(component: Any) -> bool:
     return dataclasses.is_dataclass(component) and not isinstance(component, type)
 
 
-def _with_defaults(kind: str, value: Any, component: type) -> Any:
+def _instance(kind: str, value: Any, component: type, fields: dict[str, Any]) -> Any:
     try:
-        return component()
+        return component(**fields)
     except TypeError as error:
         raise ValueError(f"{kind}={value!r} has hyperparameters without a default: {error}") from error
 
@@ -118,9 +118,10 @@ def _called(kind: str, name: str, component: Any) -> Any:
     """``component`` with the keyword literals that stand in the parentheses of ``name``."""
     try:
         call = ast.parse(name.partition(":")[2], mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute) or call.args:
+            raise ValueError("these are not keywords")
         fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError) as error:
+    except (SyntaxError, ValueError) as error:
         raise ValueError(f"{kind}={name!r}: write hyperparameters as keywords, such as Name(temperature=2.0)") from error
     return _constructed(kind, name, component, fields)
 
@@ -128,11 +129,11 @@ def _called(kind: str, name: str, component: Any) -> Any:
 def _constructed(kind: str, name: str, component: Any, fields: dict[str, Any]) -> Any:
     if not (isinstance(component, type) and dataclasses.is_dataclass(component)):
         raise ValueError(f"{kind}={name!r} is no dataclass, and takes no hyperparameters")
-    known = [field.name for field in dataclasses.fields(component)]
+    known = [field.name for field in dataclasses.fields(component) if field.init]
     for field in fields:
         if field not in known:
             raise ValueError(f"{kind}={name!r} has no hyperparameter {field!r}{nearest(field, known)}")
-    return component(**fields)
+    return _instance(kind, name, component, fields)
 
 
 def path_of(component: Any) -> Any:
@@ -152,9 +153,9 @@ def path_of(component: Any) -> Any:
 def to_plain(kind: str, value: Any) -> Any:
     """A component as JSON can hold it: a string, or for an instance of a dataclass ``{"component": path, field: value, ...}``.
 
-    Raises ValueError for one that no import path leads to.
+    Raises ValueError for one that no import path leads to, and for hyperparameters that JSON cannot hold.
     """
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # a NamedTuple is one component
         return [to_plain(kind, item) for item in value]
     path = value if isinstance(value, str) else path_of(type(value) if has_fields(value) else value)
     if not isinstance(path, str):
@@ -162,7 +163,24 @@ def to_plain(kind: str, value: Any) -> Any:
             f"{kind}={value!r} cannot be written to a file: define it at the top level of an importable module "
             "(not of the script that runs), or give it as 'package.module:name'"
         )
-    return {"component": path} | dataclasses.asdict(value) if has_fields(value) else path
+    if not has_fields(value):
+        return path
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    for name, hyperparameter in fields.items():
+        if not _is_plain(hyperparameter):
+            raise ValueError(
+                f"{kind}={value!r} cannot be written to a file: its {name} must be a number, a string, a boolean, None or a "
+                "tuple of these"
+            )
+    return {"component": path} | fields
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else value is None or type(value) in (bool, int, float, str)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def from_plain(kind: str, value: Any) -> Any:
@@ -171,7 +189,7 @@ def from_plain(kind: str, value: Any) -> Any:
         return tuple(from_plain(kind, item) for item in value)
     if not isinstance(value, dict):
         return value
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in value.items() if name != "component"}
+    fields = {name: _tuples(hyperparameter) for name, hyperparameter in value.items() if name != "component"}
     path = value.get("component")
     if not isinstance(path, str):
         raise ValueError(f"{kind}={value!r} names no component")

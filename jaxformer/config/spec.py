@@ -41,11 +41,14 @@ class Param:
     """Of a weight, the letters that it contracts them into."""
 
     def shape(self, cfg: ModelConfig) -> tuple[int, ...]:
-        sizes = cfg.sizes | dict(self.sizes)
-        for letter in self.dims:
-            if letter not in sizes:
-                raise ValueError(f"Param({self.dims!r}): no size for {letter!r}{nearest(letter, sizes)}")
-        return tuple(sizes[letter] for letter in self.dims)
+        return _shape(self.dims, cfg.sizes | dict(self.sizes), f"Param({self.dims!r})")
+
+
+def _shape(letters: str, sizes: dict[str, int], what: str) -> tuple[int, ...]:
+    for letter in letters:
+        if letter not in sizes:
+            raise ValueError(f"{what}: no size for {letter!r}{nearest(letter, sizes)}")
+    return tuple(sizes[letter] for letter in letters)
 
 
 def normal(std: float) -> Initializer:
@@ -83,8 +86,8 @@ def weight(
     independent weights, such as "E". sizes: of letters whose size here is not the config's.
     """
     known = cfg.sizes | (sizes or {})
-    fan_in = math.prod(known[letter] for letter in inputs)
-    fan_out = math.prod(known[letter] for letter in outputs)
+    what = f"weight({inputs!r}, {outputs!r})"
+    fan_in, fan_out = (math.prod(_shape(letters, known, what)) for letters in (inputs, outputs))
     std = {"fan_in": fan_in**-0.5, "xavier": (2 / (fan_in + fan_out)) ** 0.5, "normal": cfg.init_std}[cfg.init]
     if residual and cfg.scale_residual_init:
         std /= (2 * cfg.n_layers) ** 0.5

@@ -13,15 +13,15 @@ from jaxformer.cost import model_flops
 from jaxformer.cost.device import device_bytes, spread
 from jaxformer.cost.model_flops import ModelFlops
 from jaxformer.cost.plan import Buffer, CollectiveSum, ProgramPlan, Time
-from jaxformer.cost.programs import UPDATE, batch_of
+from jaxformer.cost.programs import batch_of
 from jaxformer.cost.topology import HOST, Topology
 from jaxformer.decode import loop
 from jaxformer.nn import cache_spec, model
-from jaxformer.parallel.mesh import state_shardings
+from jaxformer.parallel.placement import state_shardings
 from jaxformer.parallel.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
 from jaxformer.training import run
-from jaxformer.training.objective import loss_sum
-from jaxformer.training.update import init_state
+from jaxformer.training.objective import NextToken
+from jaxformer.training.update import param_shardings
 
 STATED = (
     "computed by arithmetic, nothing was compiled: parameters, gradients, optimizer and cache are exact",
@@ -37,17 +37,16 @@ def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> Program
     cfg, train = config.model, config.train
     batch = batch_of(config)
     rows, length = batch["tokens"].shape
-    state = jax.eval_shape(functools.partial(init_state, cfg, config.optim, train.steps, train.seed))
-    sharded = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, state_shardings(state, cfg, mesh)
-    )
+    state = jax.eval_shape(functools.partial(run.initial_state, config))
+    where = state_shardings(state, param_shardings(cfg, mesh))
+    sharded = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where)
     params, optimizer = device_bytes(sharded.params), device_bytes(sharded.opt_state)
-    options = {{"loss_chunk": "chunk"}.get(name, name): getattr(train, name) for name in UPDATE if name != "microbatches"}
+    objective = NextToken(cfg, train.label_smoothing, train.loss_chunk, train.mtp_weight, train.z_loss)
     sizes = {
         "parameters": params,
         "optimizer": 0 if config.mesh.offload else optimizer,
         "gradients": params,
-        "activations": saved_bytes(cfg, batch, rows // train.microbatches, mesh, **options),
+        "activations": saved_bytes(objective, batch, rows // train.microbatches, mesh),
         "temporaries": _temporaries(cfg, rows // train.microbatches, length, train.loss_chunk, mesh),
     }
     flops = model_flops.training(cfg, rows, length, config.data.source_length if cfg.encoder_layers else 0)
@@ -115,28 +114,29 @@ ROWS_TRACED = 1009
 """A prime that divides no size of a model: an axis that it divides grows with the rows."""
 
 
-def saved(cfg: ModelConfig, batch: dict, **options) -> list[tuple[tuple[int, ...], int]]:
-    """``(shape, bytes)`` of everything that the forward pass of a loss computes and its backward pass needs, over all devices:
-    what JAX itself would keep, traced without any arithmetic."""
-    params = jax.eval_shape(functools.partial(model.init, cfg), jax.random.key(0))
+def saved(objective: NextToken, batch: dict) -> list[tuple[tuple[int, ...], int]]:
+    """``(shape, bytes)`` of everything that the forward pass of an objective computes and its backward pass needs, over all
+    devices: what JAX itself would keep, traced without any arithmetic."""
+    params = jax.eval_shape(functools.partial(model.init, objective.cfg), jax.random.key(0))
 
     def backward(params, batch):
-        return jax.vjp(lambda p: loss_sum(p, batch, cfg, None, **options)[0], params)[1]
+        return jax.vjp(lambda p: objective(p, batch)[0], params)[1]
 
     inputs = {(x.shape, x.dtype) for x in jax.tree.leaves(params)}
     kept = jax.tree.leaves(jax.eval_shape(backward, params, batch))
     return [(x.shape, math.prod(x.shape) * x.dtype.itemsize) for x in kept if (x.shape, x.dtype) not in inputs]
 
 
-def saved_bytes(cfg: ModelConfig, batch: dict, rows: int, mesh: Mesh, **options) -> float:
+def saved_bytes(objective: NextToken, batch: dict, rows: int, mesh: Mesh) -> float:
     """Bytes of ``saved`` on one device, for so many rows. What grows with the rows is spread as they are, and over ``tensor``
     if it has heads, a feed-forward width or the vocabulary; the rest are copies of parameters, spread as parameters are. An
     estimate: XLA may keep less."""
     traced = {name: jax.ShapeDtypeStruct((ROWS_TRACED, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    cfg = objective.cfg
     wide = {size for layer in cfg.layers for size in (layer.n_heads, layer.n_kv_heads, layer.d_ff)} | {cfg.vocab_size}
     of_rows, tensor = mesh.size // mesh.shape["tensor"], mesh.shape["tensor"]
     total = 0.0
-    for shape, size in saved(cfg, traced, **options):
+    for shape, size in saved(objective, traced):
         if any(n and n % ROWS_TRACED == 0 for n in shape):
             total += size * rows / ROWS_TRACED / (of_rows * (tensor if wide & set(shape) else 1))
         else:

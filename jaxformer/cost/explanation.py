@@ -17,7 +17,7 @@ from jaxformer.cost.table import Report, Table
 from jaxformer.cost.trace import Step, distinct, label, steps
 from jaxformer.nn import attention, mask, model
 from jaxformer.nn.cache_spec import can_decode, layer_spec
-from jaxformer.parallel.mesh import check_batch
+from jaxformer.parallel.placement import check_batch
 from jaxformer.parallel.sharding import ACTIVATIONS, AXES
 
 TRAINING = 3

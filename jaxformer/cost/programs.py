@@ -15,18 +15,19 @@ from jaxformer.config import spec as specs
 from jaxformer.cost import model_flops
 from jaxformer.cost.device import device_shape, spread
 from jaxformer.cost.model_flops import ModelFlops
+from jaxformer.data.config import TASKS
 from jaxformer.decode import loop
+from jaxformer.decode.request import Inputs, Request
 from jaxformer.decode.sampling import GREEDY, compile_sampling
 from jaxformer.nn import block, cache_spec, model
 from jaxformer.nn.named import watch
-from jaxformer.parallel.mesh import batch_shardings, check_batch, jitted, state_shardings
+from jaxformer.parallel.placement import batch_shardings, check_batch, jitted, state_shardings
 from jaxformer.parallel.sharding import ACTIVATIONS, partition_spec
 from jaxformer.training import run
-from jaxformer.training.update import init_state, make_update
+from jaxformer.training.config import NEXT_TOKEN
+from jaxformer.training.update import param_shardings
 
 PLATFORM = "tpu"
-UPDATE = ("microbatches", "label_smoothing", "loss_chunk", "mtp_weight")
-"""Fields of ``train`` that are options of the update."""
 CHUNK = 512
 """Prompt tokens that generation reads at a time by default."""
 
@@ -48,8 +49,12 @@ class Program:
 
 
 def batch_of(config: run.Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """A training batch as the config's data would give it."""
+    """A training batch as the config's data would give it. Raises ValueError for data and objectives of a user's own."""
     data = config.data
+    if data.task not in TASKS or config.train.objective != NEXT_TOKEN:
+        raise ValueError(
+            "only the library's own data.task and train.objective can be planned: the batches of others are unknown"
+        )
     entry = lambda dtype, length=data.length: jax.ShapeDtypeStruct((data.batch_size, length), jnp.dtype(dtype))
     batch = {"tokens": entry("int32"), "targets": entry("int32"), "weights": entry("float32")}
     if config.model.encoder_layers:
@@ -73,9 +78,9 @@ def training_step(config: run.Config, mesh: Mesh) -> Program:
     batch = batch_of(config)
 
     def lower():
-        state = jax.eval_shape(functools.partial(init_state, cfg, config.optim, train.steps, train.seed))
-        where = state_shardings(state, cfg, mesh, config.mesh.offload)
-        update = make_update(cfg, config.optim, train.steps, **{name: getattr(train, name) for name in UPDATE})
+        state = jax.eval_shape(functools.partial(run.initial_state, config))
+        where = state_shardings(state, param_shardings(cfg, mesh), config.mesh.offload)
+        update = run.make_update(config, run.make_objective(config))
         sharded = _sharded(state, where), _sharded(batch, batch_shardings(batch, mesh))
         return _lower(jitted(update, where, mesh), mesh, *sharded)
 
@@ -92,7 +97,7 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
     cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     methods, values = compile_sampling(GREEDY, rows, cfg.vocab_size)
-    plan = loop.Plan(cfg, length, (), 0, methods, slots=length, chunk=min(CHUNK, length))
+    request = Request(cfg, length, cache_length=length, methods=methods, prefill_chunk=min(CHUNK, length))
     everywhere = NamedSharding(mesh, PartitionSpec())
     on_rows = lambda shape: NamedSharding(mesh, partition_spec("BT"[: len(shape)], shape, ACTIVATIONS, mesh))
     prompts, lengths = (jax.ShapeDtypeStruct(x, jnp.int32, sharding=on_rows(x)) for x in ((rows, length), (rows,)))
@@ -100,10 +105,10 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
     params = _unstacked(cfg, mesh)
 
     def read(params, prompts, lengths, key):
-        return loop.start(params, prompts, lengths, key, values, plan)
+        return loop.start(params, Inputs(prompts, lengths, key, values, {}), request)
 
     def step(params, state):
-        return loop.block(params, state, values, plan, loop.BLOCK)
+        return loop.block(params, state, values, request, loop.BLOCK)
 
     state, emitted = jax.eval_shape(read, params, prompts, lengths, key)
     row = lambda x: on_rows(x.shape[:1])

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxformer.data import dates, packing, pairs, text
-from jaxformer.data.config import DataConfig
+from jaxformer.data import custom, dates, packing, pairs, text
+from jaxformer.data.config import TASKS, DataConfig
+from jaxformer.data.custom import FromIterator
 from jaxformer.data.packing import ALL, Batch, Rows, iterate
 from jaxformer.tokenizers import tokenizer as tokenizers
 from jaxformer.tokenizers.disk_cache import key
 from jaxformer.tokenizers.tokenizer import Tokenizer
 
-__all__ = ["Data", "DataConfig", "iterate", "load"]
+__all__ = ["Data", "DataConfig", "FromIterator", "iterate", "load"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: Rows = ALL) -> Dat
     ``rows`` chooses the rows of each batch that this process needs; all processes count the same batches.
     Raises ValueError for files, text or sizes that do not fit, before a batch is made.
     """
+    if cfg.task not in TASKS:
+        return Data(**custom.load(cfg, tok, rows))
     return {"text": _text, "pairs": _pairs, "dates": _dates}[cfg.task](cfg, tok, rows)
 
 

@@ -2,9 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from jaxformer.config.components import nearest
 from jaxformer.config.strict import Strict, within
+
+TASKS = ("text", "pairs", "dates")
+"""Names of the library's own data sets."""
 
 
 @dataclass(frozen=True)
@@ -14,8 +17,9 @@ class DataConfig(Strict):
     Raises ValueError, naming the field, for values that describe no data set.
     """
 
-    task: Literal["text", "pairs", "dates"] = "text"
-    """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs."""
+    task: str = "text"
+    """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs; or
+    'package.module:name' of a function of this DataConfig that returns a data set (see jaxformer.data.custom)."""
     path: str | None = None
     """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"); none: the source code of the running
     Python's standard library. For pairs: a TSV (source, tab, target), or the source side with target_path."""
@@ -45,6 +49,8 @@ class DataConfig(Strict):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.task not in TASKS and ":" not in self.task:
+            raise ValueError(f"unknown task {self.task!r}{nearest(self.task, TASKS)} (or give 'package.module:name')")
         within(self, 1, math.inf, "vocab_size", "length", "source_length", "batch_size")
         within(self, 0, math.inf, "validation_rows")
         within(self, 0, 2**32, "seed")

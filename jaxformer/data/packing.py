@@ -188,10 +188,12 @@ def target_bytes(batches: Batches, tok: Tokenizer) -> int:
 
 
 def iterate(train: Any, start: int = 0) -> Iterator[Batch]:
-    """``train[start], train[start + 1], ...``, prefetched by threads."""
+    """``train[start], train[start + 1], ...``; those of the library's own data sets are prefetched by threads."""
     import grain
 
     if start < 0:
         raise ValueError(f"start={start} must be a step of at least 0")
+    if not isinstance(train, grain.MapDataset):
+        return (train[step] for step in itertools.count(start))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(train.slice(slice(start, None)).to_iter_dataset(options))

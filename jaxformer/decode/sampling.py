@@ -5,8 +5,9 @@ top-k; top-p; min-p; typical. Each works on what those before it have left.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxformer.config.components import nearest
 from jaxformer.config.strict import Strict, within
 
 
@@ -47,7 +49,7 @@ class Sampling(Strict):
     min_new_tokens: int = 0
     """No end token before so many others."""
     transform: Callable[[jax.Array], jax.Array] | None = None
-    """The user's own logits [B, V] -> logits [B, V], a pure function."""
+    """The user's function, logits [B, V] -> logits [B, V], pure. It is not told of the step or of the tokens so far."""
 
     def __post_init__(self):
         if isinstance(self.logit_bias, dict):
@@ -65,10 +67,13 @@ class Sampling(Strict):
 GREEDY = Sampling(temperature=0.0)
 
 
-def only_below(sampling: Sampling | Sequence[Sampling], size: int, vocab: int) -> Sampling | Sequence[Sampling]:
+def only_below(sampling: Any, size: int, vocab: int) -> Any:
     """``sampling`` that never chooses an id from ``size`` on: a model may have more rows, ``vocab``, than its tokenizer ids."""
     if size >= vocab:
         return sampling
+    if isinstance(sampling, Mapping):
+        bias = jnp.where(jnp.arange(vocab) < size, 0.0, -jnp.inf)
+        return {**sampling, "logit_bias": sampling.get("logit_bias", 0.0) + bias}
 
     def one(each: Any) -> Any:
         is_one = isinstance(each, Sampling)
@@ -80,6 +85,10 @@ def only_below(sampling: Sampling | Sequence[Sampling], size: int, vocab: int) -
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NARROWING = ("top_k", "top_p", "min_p", "typical_p")
 NUMBERS = ("temperature", *NARROWING, *PENALTIES, "min_new_tokens")
+INTEGERS = ("top_k", "min_new_tokens")
+_FROM_0 = dict.fromkeys(("temperature", "repetition_penalty", *INTEGERS), (0.0, math.inf))
+LIMITS = _FROM_0 | dict.fromkeys(("top_p", "min_p", "typical_p"), (0.0, 1.0))
+"""Least and greatest value of the methods that have any; a repetition penalty is above its least."""
 
 
 class Methods(NamedTuple):
@@ -109,13 +118,26 @@ class History:
 
 
 def compile_sampling(
-    sampling: Sampling | Sequence[Sampling], rows: int, vocab: int, eos: tuple[int, ...] = ()
-) -> tuple[Methods, dict[str, np.ndarray]]:
-    """The methods in use, and their values: [B, 1] each, ``bias`` [1 or B, V], ``transform`` [B, 1] (which, or −1).
+    sampling: Sampling | Sequence[Sampling] | Mapping[str, Any], rows: int, vocab: int, eos: tuple[int, ...] = ()
+) -> tuple[Methods, dict[str, Any]]:
+    """The methods in use, and their values: [1 or B, 1] each, ``bias`` [1 or B, V], ``transform`` [1 or B, 1] (which, or −1).
+    Of a mapping, see ``generate_arrays``, the methods whose values are traced are in use.
 
-    Raises ValueError for ids outside the vocabulary, for bans that leave nothing, and where there is one ``Sampling`` a row
+    Raises ValueError for ids outside the vocabulary, for bans that leave nothing, and where there is one ``Sampling`` per row
     but not for every row.
     """
+    if isinstance(sampling, Mapping):
+        values, transforms = _from_mapping(sampling, rows, vocab)
+    else:
+        values, transforms = _from_records(sampling, rows, vocab, eos)
+    used = {name for name in NUMBERS if _traced(values[name]) or (np.asarray(values[name]) != getattr(GREEDY, name)).any()}
+    # A greedy row takes the largest logit, which no narrowing removes and no temperature moves.
+    if "temperature" not in used:
+        used -= {*NARROWING}
+    return Methods(frozenset(used | ({"bias"} & values.keys())), transforms), values
+
+
+def _from_records(sampling: Any, rows: int, vocab: int, eos: tuple[int, ...]) -> tuple[dict[str, Any], tuple[Callable, ...]]:
     each = [sampling] if isinstance(sampling, Sampling) else sampling
     is_list = isinstance(each, list | tuple) and all(isinstance(one, Sampling) for one in each)
     if not is_list or len(each) != (1 if isinstance(sampling, Sampling) else rows):
@@ -125,12 +147,54 @@ def compile_sampling(
     values["transform"] = np.array([[transforms.index(one.transform) if one.transform else -1] for one in each], np.int32)
     if any(one.logit_bias or one.banned for one in each):
         values["bias"] = np.stack([_bias(one, vocab, eos) for one in each])
-    neutral = Sampling(temperature=0.0)
-    used = {name for name in NUMBERS if any(getattr(one, name) != getattr(neutral, name) for one in each)}
-    # A greedy row takes the largest logit, which no narrowing removes and no temperature moves.
-    if "temperature" not in used:
-        used -= {*NARROWING}
-    return Methods(frozenset(used | ({"bias"} & values.keys())), transforms), values
+    return values, transforms
+
+
+def _from_mapping(sampling: Mapping, rows: int, vocab: int) -> tuple[dict[str, Any], tuple[Callable, ...]]:
+    known = (*NUMBERS, "logit_bias", "transform")
+    for name in sampling:
+        if name not in known:
+            raise ValueError(f"sampling has an unknown entry {name!r}{nearest(name, known)}")
+    default, values = Sampling(), {}
+    for name in NUMBERS:
+        number = sampling.get(name, getattr(default, name))
+        number = number if isinstance(number, jax.Array) else np.asarray(number)
+        kind = jnp.integer if name in INTEGERS else jnp.number
+        if number.shape not in ((), (1,), (rows,)) or not jnp.issubdtype(number.dtype, kind):
+            what = "integers" if name in INTEGERS else "numbers"
+            raise ValueError(
+                f"sampling's {name} must be {what} of shape [] or [{rows}], not {number.dtype}{list(number.shape)}"
+            )
+        values[name] = number.reshape(-1, 1).astype(np.float32)
+        if not _traced(number) and _outside(name, values[name]).any():
+            raise ValueError(f"sampling's {name}={number} is out of range")
+    transform = sampling.get("transform")
+    values["transform"] = np.array([[-1 if transform is None else 0]], np.int32)
+    if "logit_bias" in sampling:
+        bias = jnp.asarray(sampling["logit_bias"], jnp.float32)
+        if bias.shape not in ((vocab,), (1, vocab), (rows, vocab)):
+            raise ValueError(
+                f"sampling's logit_bias must have the shape [{vocab}] or [{rows}, {vocab}], not {list(bias.shape)}"
+            )
+        values["bias"] = bias.reshape(-1, vocab)
+    return values, () if transform is None else (transform,)
+
+
+def _traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _outside(name: str, value: Any) -> Any:
+    """Which values a ``Sampling`` would refuse, infinite and NaN too."""
+    low, high = LIMITS.get(name, (-math.inf, math.inf))
+    least = low < value if name == "repetition_penalty" else low <= value
+    return ~(least & (value <= high) & (abs(value) < math.inf))
+
+
+def out_of_range(values: dict[str, Any]) -> jax.Array | None:
+    """Which rows, [1 or B], have a traced value that a ``Sampling`` would refuse; None where no value is traced."""
+    outside = [_outside(name, values[name]) for name in NUMBERS if _traced(values[name])]
+    return functools.reduce(jnp.logical_or, outside)[:, 0] if outside else None
 
 
 def _bias(one: Sampling, vocab: int, eos: tuple[int, ...]) -> np.ndarray:

@@ -10,10 +10,10 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
-from jaxformer.decode import prompts as starts
-from jaxformer.decode.generate import prepare
+from jaxformer.decode.request import Inputs, Request, padded, positive, prepare, read_source
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.nn import model, stack
+from jaxformer.nn.mistakes import answers_mistakes
 
 _UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
 
@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     """The tokens that came since the row's last piece; those of a stop string, whole, and of an end too."""
 
 
+@answers_mistakes
 def stream(
     params: dict,
     prompts: Any,
@@ -40,44 +41,56 @@ def stream(
     sampling: Sampling | Sequence[Sampling] = GREEDY,
     key: jax.Array | None = None,
     eos: int | Sequence[int] | None = None,
+    valid: Any = None,
     source: Any = None,
     source_valid: Any = None,
-    num_return: int = 1,
+    num_return: int | None = None,
     prefill_chunk: int = 512,
     cache_dtype: Any = None,
     block: int = 4,
 ) -> Iterator[Piece]:
-    """Yields the text of ``generate``, with whose arguments it goes, in ``Piece``s as it comes; row r·num_return + n is the
+    """Yields the text of ``generate``, whose arguments it takes, in ``Piece``s as it is generated; row r·num_return + n is the
     n-th of prompt r. tok: the tokenizer that decodes; ids that it does not have are not chosen. stop: texts that end a row
-    where one appears, without it. eos: the tokenizer's unless given. block: tokens between two looks at what has come.
+    where one appears, without it. eos: the tokenizer's unless given. block: tokens computed between two looks at the output.
 
-    Everything wrong is refused before the first piece is asked for.
+    Raises ValueError for anything wrong before the first piece is asked for, and FloatingPointError where no token is left to
+    choose.
     """
-    starts.positive("block", block)
+    positive("block", block)
     if isinstance(stop, str):
         raise ValueError(f"stop={stop!r} must be a list of strings, such as [{stop!r}]")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
-    given = {"valid": None, "source": source, "source_valid": source_valid, "pad": max(tok.pad_id, 0)}
-    given |= {"eos": ((tok.eos_id,) if tok.eos_id >= 0 else ()) if eos is None else eos}
-    given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype}
-    start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
-    sampling = only_below(sampling, tok.vocab_size, cfg.vocab_size)
-    plan, arguments = prepare(start, cfg, sampling, key, copies=num_return)
-    before = [row[:length].tolist() for row, length in zip(start.ids, start.lengths, strict=True)]
+    ids, lengths = padded(prompts, valid, cfg, source)
+    request, inputs = prepare(
+        params,
+        cfg,
+        ids,
+        lengths,
+        read_source(source, source_valid, len(ids), cfg),
+        max_new_tokens=max_new_tokens,
+        sampling=only_below(sampling, tok.vocab_size, cfg.vocab_size),
+        key=key,
+        eos=tok.eos_id if eos is None and tok.eos_id >= 0 else eos,
+        pad=max(tok.pad_id, 0),
+        num_return=num_return,
+        prefill_chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+    )
+    before = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
     if prompts is None:  # the start token is not text
         before = [[]] * len(before)
-    rows = [_Row(tok, before[i // num_return], stop) for i in range(len(before) * num_return)]
-    return _stream(params, plan, arguments, rows, block)
+    rows = [_Row(tok, text, stop) for text in before for _ in range(request.copies)]
+    return _stream(params, inputs, request, rows, block)
 
 
-def _stream(params, plan: loop.Plan, arguments: tuple, rows: list["_Row"], block: int) -> Iterator[Piece]:
+def _stream(params, inputs: Inputs, request: Request, rows: list["_Row"], block: int) -> Iterator[Piece]:
     if not stack.is_unstacked(params["decoder"]["layers"]):
-        params = _unstack(params, plan.cfg)
-    state, emitted = _start(params, *arguments, plan=plan)
+        params = _unstack(params, request.cfg)
+    state, emitted = _start(params, inputs, request=request)
     emitted = jax.tree.map(lambda x: x[None], emitted)
-    values, ended = arguments[3], np.zeros(len(rows), bool)
+    ended = np.zeros(len(rows), bool)
     while not ended.all():
         tokens, alive, done = (np.asarray(x) for x in (emitted.token, emitted.alive, state.done))
         if np.isnan(np.asarray(emitted.logprob)).any():
@@ -85,10 +98,10 @@ def _stream(params, plan: loop.Plan, arguments: tuple, rows: list["_Row"], block
                 "the model, or what was done to its logits, leaves no token to choose: they are NaN or −inf"
             )
         if not (done | ended).all():  # computed while the text of the last block is put together
-            state, emitted = _block(params, state, values, ended.copy(), plan=plan, steps=block)
+            state, emitted = _block(params, state, inputs.values, ended.copy(), request=request, steps=block)
         for number, row in enumerate(rows):
             if not ended[number]:
-                piece = row.feed(number, tokens[alive[:, number], number].tolist(), bool(done[number]), plan.eos)
+                piece = row.feed(number, tokens[alive[:, number], number].tolist(), bool(done[number]), request.eos)
                 ended[number] = bool(piece.finish)
                 if piece.text or piece.finish:
                     yield piece
@@ -122,15 +135,15 @@ def _unstack(params, cfg):
     return model.unstack(params, cfg)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _start(params, prompts, lengths, key, values, source, *, plan):
-    return loop.start(params, prompts, lengths, key, values, plan, **source)
+@functools.partial(jax.jit, static_argnames="request")
+def _start(params, inputs, *, request):
+    return loop.start(params, inputs, request)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "steps"))
-def _block(params, state, values, ended, *, plan, steps):
+@functools.partial(jax.jit, static_argnames=("request", "steps"))
+def _block(params, state, values, ended, *, request, steps):
     state = state.replace(done=state.done | ended)
-    return loop.block(params, state, values, plan, steps)
+    return loop.block(params, state, values, request, steps)
 
 
 class Decoder:

@@ -14,6 +14,7 @@ from jaxformer.config.spec import Param, zeros
 from jaxformer.config.strict import dtype_name
 from jaxformer.nn import attention, inputs, position, rope
 from jaxformer.nn.cache import SOURCE, Cache
+from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.parallel.sharding import constrain
 
 
@@ -75,6 +76,7 @@ def check(cache: Cache, cfg: ModelConfig) -> None:
         raise ValueError(f"the cache was made for another config: in layer {at} it has {shapes[0]}, not {shapes[1]}")
 
 
+@answers_mistakes
 def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
     """An empty cache for ``batch`` rows of at most ``max_len`` tokens each.
 

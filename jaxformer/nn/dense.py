@@ -1,10 +1,12 @@
-"""What several components share: the linear map and dropout."""
+"""What several components share: the linear map, its precision, dropout and random keys."""
 
 import zlib
+from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
 
+from jaxformer.config import ModelConfig
 from jaxformer.nn.named import multiply
 from jaxformer.parallel.sharding import gathered
 
@@ -41,3 +43,8 @@ def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
         return x
     keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def precision(cfg: ModelConfig) -> AbstractContextManager:
+    """A float32 model computes float32 products: TPUs and GPUs would otherwise use bfloat16 or TF32 passes unasked."""
+    return jax.default_matmul_precision("highest" if cfg.execution.dtype == "float32" else "default")

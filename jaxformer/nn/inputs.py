@@ -1,9 +1,9 @@
-"""What may enter a model: everything wrong is a ValueError at the edge, before any work.
+"""Checks of a model's inputs: everything wrong is a ValueError, before any work.
 
-Values can be checked only when they are concrete. Inside ``jit`` they are not, and what would have been refused makes NaN.
+Values can be checked only where they are concrete. Inside ``jit`` they are not, and a value that would be refused gives NaN.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxformer.nn.mask import TokenInfo
 
 
 def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
-    """``ids`` as an int32 array [B, T] of ids inside the vocabulary."""
+    """``ids`` as an int32 array [B, T]. Raises ValueError for ids outside the vocabulary."""
     ids = _integers(name, ids)
     if ids.ndim != 2:
         raise ValueError(f"{name} must have the shape [batch, length], not {ids.shape}")
@@ -23,8 +23,50 @@ def tokens(name: str, ids, cfg: ModelConfig) -> jax.Array:
     return _within(name, ids, cfg.vocab_size, f"the vocabulary of {cfg.vocab_size}")
 
 
+class Embeddings(NamedTuple):
+    """What stands in place of rows of the embedding table."""
+
+    values: jax.Array
+    """[B or 1, T, D], of a floating dtype."""
+    mask: jax.Array | None
+    """bool [B or 1, T]: True for an embedding, False for a token; None: all are embeddings."""
+
+
+def tokens_or_embeddings(
+    ids, embeddings, mask, cfg: ModelConfig
+) -> tuple[jax.Array | None, Embeddings | None, tuple[int, int]]:
+    """Tokens [B, T] and embeddings of one batch, checked, and its shape (B, T). Without embeddings there are tokens everywhere,
+    without tokens embeddings; with both, ``mask`` says where the embeddings are."""
+    if embeddings is None:
+        if mask is not None:
+            raise ValueError("embeddings_mask was given without embeddings")
+        if ids is None:
+            raise ValueError("there are no tokens: give tokens [B, T], or embeddings= [B, T, D] in their place")
+        ids = tokens("tokens", ids, cfg)
+        return ids, None, ids.shape
+    values = jnp.asarray(embeddings)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise ValueError(f"embeddings must be of a floating dtype, not {values.dtype}")
+    if values.ndim != 3 or values.shape[2] != cfg.d_model or not values.size:
+        raise ValueError(f"embeddings have shape {values.shape}; they must have [batch, length, d_model={cfg.d_model}]")
+    if ids is None:
+        if mask is not None:
+            raise ValueError("embeddings_mask chooses between tokens and embeddings, but tokens is None")
+        return None, Embeddings(values, None), (values.shape[0], values.shape[1])
+    ids = tokens("tokens", ids, cfg)
+    if mask is None:
+        raise ValueError(
+            "there are tokens and embeddings: give embeddings_mask= [B, T], True where the embedding counts, or tokens=None"
+        )
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise ValueError(f"embeddings_mask must be boolean (True for an embedding), not {mask.dtype}")
+    values = _shaped("embeddings", values, ids.shape, width=(cfg.d_model,))
+    return ids, Embeddings(values, _shaped("embeddings_mask", mask, ids.shape)), ids.shape
+
+
 def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, TokenInfo]:
-    """What an encoder reads for ``rows`` rows of its decoder, int32 [B, S], and where it stands."""
+    """The tokens that an encoder reads for a decoder of ``rows`` rows, int32 [B, S], and their ``TokenInfo``."""
     if not cfg.encoder_layers:
         raise ValueError("source was given, but the model has no encoder (encoder_layers=0)")
     if ids is None:
@@ -36,19 +78,19 @@ def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, TokenInf
 
 
 def token_types(types, shape: tuple[int, int], cfg: ModelConfig) -> jax.Array | None:
-    """Kinds of the tokens of a [B, T] batch: 0 unless given; None for a model that does not tell them apart."""
+    """Types of the tokens of a [B, T] batch, 0 unless given; None for a model without token types."""
     if not cfg.token_types:
         if types is not None:
-            raise ValueError("token_types were given, but the model tells none apart (token_types=0)")
+            raise ValueError("token_types were given, but the model has none (token_types=0)")
         return None
     if types is None:
         return jnp.zeros(shape, jnp.int32)
     types = _shaped("token_types", _integers("token_types", types), shape)
-    return _within("token_types", types, cfg.token_types, f"the {cfg.token_types} kinds")
+    return _within("token_types", types, cfg.token_types, f"the {cfg.token_types} token types")
 
 
 def token_info(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=None, segments=None, valid=None) -> TokenInfo:
-    """Where the tokens of a [B, T] batch stand. Positions that are not given count the valid tokens of each segment."""
+    """The ``TokenInfo`` of a [B, T] batch. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
     if segments is not None and "rope" in cfg.positions and cfg.rope_scaling.kind == "dynamic":
         raise ValueError("segments cannot be combined with rope_scaling of kind 'dynamic', which goes by the length of a row")
@@ -86,7 +128,7 @@ def table(name: str, length: int, cfg: ModelConfig) -> None:
 
 
 def _count(order, segments, valid):
-    """Index of each token among the valid ones of its segment, for segments that are runs of equal ids."""
+    """Index of each token among the valid tokens of its segment, for segments that are runs of equal ids."""
     if segments is None and valid is None:
         return order
     counted = jnp.cumsum(jnp.ones_like(segments) if valid is None else valid, axis=1, dtype=jnp.int32)
@@ -99,10 +141,12 @@ def _count(order, segments, valid):
 
 
 def _integers(name: str, values) -> jax.Array | np.ndarray:
-    """An integer array; of what is no JAX array yet, in full width: a cast to 32 bits would bring wrong ids into range."""
+    """An integer array. What is not a JAX array keeps its width: a cast to 32 bits would bring wrong ids into range."""
     if not isinstance(values, jax.Array):
         try:
             values = np.asarray(values)
+        except jax.errors.TracerArrayConversionError:  # a list that was an argument of a jitted function
+            values = jnp.asarray(values)
         except ValueError as error:
             raise ValueError(f"{name} must be an array: {error}") from error
     if not jnp.issubdtype(values.dtype, jnp.integer):
@@ -110,8 +154,9 @@ def _integers(name: str, values) -> jax.Array | np.ndarray:
     return values
 
 
-def _shaped(name: str, values: Any, shape: tuple[int, int]) -> Any:
-    if values.ndim != 2 or values.shape[1] != shape[1] or values.shape[0] not in (1, shape[0]):
+def _shaped(name: str, values: Any, shape: tuple[int, int], width: tuple[int, ...] = ()) -> Any:
+    """``values``, whose shape must be ``shape`` [B, T], or one row of it, followed by ``width``."""
+    if values.shape not in ((*shape, *width), (1, shape[1], *width)):
         raise ValueError(f"{name} has shape {values.shape}, tokens have {shape}")
     return values
 
@@ -119,9 +164,9 @@ def _shaped(name: str, values: Any, shape: tuple[int, int]) -> Any:
 def _within(name: str, values: Any, limit: int, what: str, low: int = 0) -> jax.Array:
     """``values`` as int32; a concrete one outside [low, limit) raises."""
     if not isinstance(values, jax.core.Tracer) and values.size:
-        known = np.asarray(values)
-        outside = np.argwhere((known < low) | (known >= limit))
+        concrete = np.asarray(values)
+        outside = np.argwhere((concrete < low) | (concrete >= limit))
         if outside.size:
             where = tuple(int(i) for i in outside[0])
-            raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(known[where])} is outside {what}")
+            raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(concrete[where])} is outside {what}")
     return jnp.asarray(values, jnp.int32)

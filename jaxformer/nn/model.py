@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import nearest
-from jaxformer.config.spec import Param, bias, normal, weight
-from jaxformer.nn import block, cache_spec, inputs, mlp, mtp, norm, stack
+from jaxformer.config.spec import Param, normal
+from jaxformer.nn import block, cache_spec, inputs, mtp, stack
 from jaxformer.nn.cache import Cache
-from jaxformer.nn.dense import child, dense
+from jaxformer.nn.dense import child, precision
+from jaxformer.nn.embedding import embed, head, head_spec, require_config, require_head, square
+from jaxformer.nn.embedding import pooled as pooled
 from jaxformer.nn.mask import TokenInfo
-from jaxformer.nn.named import labels, multiply, named, scope
-from jaxformer.parallel.sharding import gathered
+from jaxformer.nn.mistakes import answers_mistakes
+from jaxformer.nn.named import labels, scope
 
 
 @functools.cache
@@ -33,26 +34,10 @@ def spec(cfg: ModelConfig) -> dict:
         parts["encoder"] = specs.bound(stack.spec(cfg.encoder), cfg.encoder)
     parts["decoder"] = stack.spec(cfg, crossing=cfg.encoder_layers > 0)
     if cfg.pooler:
-        parts["pooler"] = _square(cfg)
+        parts["pooler"] = square(cfg)
     if cfg.mtp:
         parts["mtp"] = mtp.spec(cfg)
-    return parts | ({"head": head} if (head := _head_spec(cfg)) else {})
-
-
-def _head_spec(cfg: ModelConfig) -> dict:
-    if not cfg.has_head:
-        return {}
-    head: dict = {} if cfg.tied_head else {"kernel": weight(cfg, "D", "V")}
-    if cfg.head_bias:
-        head["bias"] = bias("V")
-    if cfg.head_transform:
-        head["transform"] = _square(cfg) | {"norm": norm.spec(cfg)}
-    return head
-
-
-def _square(cfg: ModelConfig) -> dict:
-    """A map from D to a result of the same width, with bias."""
-    return {"kernel": weight(cfg, "D", "O"), "bias": bias("O")}
+    return parts | ({"head": head_parts} if (head_parts := head_spec(cfg)) else {})
 
 
 def unstack(params: dict, cfg: ModelConfig) -> dict:
@@ -70,6 +55,7 @@ def unstack(params: dict, cfg: ModelConfig) -> dict:
     return params | {name: apart(params[name], stack_cfg) for name, stack_cfg in stacks.items()}
 
 
+@answers_mistakes
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
     """Initial parameters: a nested dict of arrays in ``cfg.param_dtype``."""
     return _init(cfg, key)
@@ -92,6 +78,7 @@ class Output(NamedTuple):
     log_z2, tokens, dropped."""
 
 
+@answers_mistakes
 def forward(
     params: dict,
     tokens: Any,
@@ -103,14 +90,18 @@ def forward(
     source: Any = None,
     source_valid: Any = None,
     token_types: Any = None,
+    embeddings: Any = None,
+    embeddings_mask: Any = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Next-token logits [B, T, V], float32. Arguments and errors as of ``apply``."""
-    _require_head(cfg)
+    require_head(cfg)
     rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}
-    return head(params, hidden(params, tokens, cfg, **rows, source=source, source_valid=source_valid, key=key), cfg)
+    rows |= {"source": source, "source_valid": source_valid, "embeddings": embeddings, "embeddings_mask": embeddings_mask}
+    return head(params, hidden(params, tokens, cfg, **rows, key=key), cfg)
 
 
+@answers_mistakes
 def forward_cached(
     params: dict,
     tokens: Any,
@@ -121,16 +112,20 @@ def forward_cached(
     valid: Any = None,
     source: Any = None,
     source_valid: Any = None,
+    embeddings: Any = None,
+    embeddings_mask: Any = None,
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, T, V] of the tokens that come after those in ``cache`` (``jf.init_cache``), in chunks of any length, and the
     cache that holds these too. Arguments and errors as of ``apply``."""
-    _require_head(cfg)
-    where = {"positions": positions, "valid": valid, "source": source, "source_valid": source_valid}
-    out = apply(params, tokens, cfg, cache=cache, **where)
+    require_head(cfg)
+    rows = {"positions": positions, "valid": valid, "source": source, "source_valid": source_valid}
+    rows |= {"embeddings": embeddings, "embeddings_mask": embeddings_mask}
+    out = apply(params, tokens, cfg, cache=cache, **rows)
     assert out.cache is not None
     return head(params, out.hidden, cfg), out.cache
 
 
+@answers_mistakes
 def hidden(
     params: dict,
     tokens: Any,
@@ -142,13 +137,17 @@ def hidden(
     source: Any = None,
     source_valid: Any = None,
     token_types: Any = None,
+    embeddings: Any = None,
+    embeddings_mask: Any = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """What the head reads, [B, T, D]: after the final norm. Arguments and errors as of ``apply``."""
     rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}
-    return apply(params, tokens, cfg, **rows, source=source, source_valid=source_valid, key=key).hidden
+    rows |= {"source": source, "source_valid": source_valid, "embeddings": embeddings, "embeddings_mask": embeddings_mask}
+    return apply(params, tokens, cfg, **rows, key=key).hidden
 
 
+@answers_mistakes
 def apply(
     params: dict,
     tokens: Any,
@@ -160,6 +159,8 @@ def apply(
     source: Any = None,
     source_valid: Any = None,
     token_types: Any = None,
+    embeddings: Any = None,
+    embeddings_mask: Any = None,
     key: jax.Array | None = None,
     cache: Cache | None = None,
     counted: Any = None,
@@ -169,34 +170,37 @@ def apply(
 
     tokens [B, T] integers. positions [B, T]: where each stands (counted from the other arguments unless given). segments
     [B, T]: packed documents, each of which sees only itself. valid [B, T] bool: False for padding, left or right. source
-    [B, S] and source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: kinds of tokens, for a model that tells
-    them apart (0 unless given). key: turns dropout on. cache: what the layers have kept of the tokens before. counted, bool
-    [B, T] or True: the tokens over which ``Output.routing`` sums what experts did (None: it is empty). training: whether
+    [B, S] and source_valid [B, S]: what an encoder–decoder reads. token_types [B, T]: types of the tokens, for a model that
+    tells them apart (0 unless given). embeddings [B, T, D]: vectors in place of rows of the embedding table, for all tokens
+    (tokens=None) or where embeddings_mask [B, T] is True; the model treats them as it does rows, scale_embedding included.
+    key: turns dropout on. cache: what the layers have kept of the tokens before. counted, bool [B, T] or True: the tokens
+    over which ``Output.routing`` sums what experts did (None: it is empty). training: whether
     ``expert_dispatch="capacity"`` limits the experts.
 
     Raises ValueError for ids outside the vocabulary, positions outside a learned table, shapes that do not fit, parameters
     that are not the config's. Inside ``jit``, where values are not known, such an id or position makes its whole row NaN.
     """
     check(params, cfg)
-    tokens = inputs.tokens("tokens", tokens, cfg)
-    with _precision(cfg), _labels_are_known(cfg):
+    tokens, replaced, shape = inputs.tokens_or_embeddings(tokens, embeddings, embeddings_mask, cfg)
+    with precision(cfg), _labels_are_known(cfg):
         encoded = None
         if source is not None or source_valid is not None or (cfg.encoder_layers and cache is None):
-            encoded = _encode(params, source, source_valid, len(tokens), cfg, key)
+            encoded = _encode(params, source, source_valid, shape[0], cfg, key)
         if cache is None:
-            info = inputs.token_info("", tokens.shape, cfg, positions, segments, valid)
+            info = inputs.token_info("", shape, cfg, positions, segments, valid)
         elif segments is not None:
             raise ValueError("segments cannot be combined with a cache: decode each document by itself")
         else:
             cache_spec.check(cache, cfg)
-            info, cache = cache.advance(tokens.shape, cfg, positions, valid)
-        x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, tokens.shape, cfg))
+            info, cache = cache.advance(shape, cfg, positions, valid)
+        x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, shape, cfg), replaced)
         with scope("decoder"):
             rng = child(key, "decoder")
             how: dict[str, Any] = {"rng": rng, "counted": counted, "training": training}
             return Output(*stack.apply(params["decoder"], x_BTD, cfg, info=info, source=encoded, cache=cache, **how))
 
 
+@answers_mistakes
 def after_next(
     params: dict,
     hidden_BTD: jax.Array,
@@ -222,7 +226,7 @@ def after_next(
         raise ValueError(
             f"hidden has shape {hidden_BTD.shape}; for tokens {tokens.shape} it must be {(*tokens.shape, cfg.d_model)}"
         )
-    with _precision(cfg), scope("mtp"):
+    with precision(cfg), scope("mtp"):
         token_BTD = embed(params, tokens, cfg)
         how: dict[str, Any] = {"rng": key, "counted": counted, "training": training}
         layer_cache = None
@@ -239,61 +243,6 @@ def after_next(
         return Output(x_BTD, cache, () if sums is None else (sums,))
 
 
-def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, types: jax.Array | None = None) -> jax.Array:
-    """Rows of the embedding table, times sqrt(D) if the config says so, plus those of their types: [B, T, D] in the compute
-    dtype."""
-
-    def rows(name, ids):
-        table = gathered(jnp.asarray(params["embedding"][name], cfg.execution.dtype), "VD" if name == "token" else "PD")
-        return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-
-    x_BTD = rows("token", tokens)
-    if cfg.scale_embedding:
-        x_BTD = x_BTD * jnp.asarray(cfg.d_model**0.5, x_BTD.dtype)
-    if types is not None:
-        x_BTD = x_BTD + rows("type", types)
-    return named(x_BTD, "embedding", "BTD", cfg)
-
-
-def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Logits [B, T, V] in float32, soft-capped if the config says so."""
-    _require_head(cfg)
-    if cfg.scale_head:
-        x_BTD = x_BTD * jnp.asarray(cfg.d_model**-0.5, x_BTD.dtype)
-    with _precision(cfg):
-        if cfg.head_transform:
-            x_BTD = _transformed(params["head"]["transform"], x_BTD, cfg)
-        if cfg.tied_head:
-            weight_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
-            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", preferred_element_type=jnp.float32)
-        else:
-            weight_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
-            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", preferred_element_type=jnp.float32)
-    if cfg.head_bias:
-        logits = logits + params["head"]["bias"].astype(jnp.float32)
-    if cfg.logit_softcap is not None:
-        logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
-    return named(logits, "logits", "BTV", cfg)
-
-
-def _require_head(cfg: ModelConfig) -> None:
-    if not cfg.has_head:
-        raise ValueError("the model has no head (has_head=False), and so no logits: use hidden")
-
-
-def _transformed(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
-    y_BTO = mlp.ACTIVATIONS[cfg.mlp](dense("BTD,DO->BTO", x_BTD, params["kernel"], params["bias"]))
-    return norm.apply(params["norm"], y_BTO, cfg)
-
-
-def pooled(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """What a model with a ``pooler`` makes of its hidden states: tanh of a linear map of the first token's, [B, D]."""
-    if not cfg.pooler:
-        raise ValueError("the model has no pooler (pooler=False)")
-    with _precision(cfg):
-        return jnp.tanh(dense("BTD,DO->BTO", x_BTD[:, :1], params["pooler"]["kernel"], params["pooler"]["bias"]))[:, 0]
-
-
 def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, TokenInfo]:
     """The encoder's output [B, S, D] and where its tokens stand."""
     source, info = inputs.source(source, source_valid, rows, cfg)
@@ -305,6 +254,7 @@ def _encode(params, source, source_valid, rows, cfg, key) -> tuple[jax.Array, To
 
 def check(params: dict, cfg: ModelConfig) -> None:
     """Raises ValueError with a tree diff where ``params``, stacked or not, are not those of the config."""
+    require_config(cfg)
     decoder = params.get("decoder") if isinstance(params, dict) else None
     unstacked = isinstance(decoder, dict) and isinstance(decoder.get("layers"), dict) and stack.is_unstacked(decoder["layers"])
     specs.check(params, _unstacked_spec(cfg) if unstacked else spec(cfg), cfg)
@@ -322,14 +272,9 @@ def _unstacked_spec(cfg: ModelConfig) -> dict:
 
 @contextlib.contextmanager
 def _labels_are_known(cfg: ModelConfig) -> Iterator[None]:
-    """Raises ValueError at the end if ``cfg.execution.remat_save`` names what no layer has given."""
-    with labels() as given:
+    """Raises ValueError at the end if ``cfg.execution.remat_save`` has a name that no layer gives to an activation."""
+    with labels() as known:
         yield
     for name in cfg.execution.remat_save:
-        if name not in given:
-            raise ValueError(f"remat_save={name!r} names no activation of a layer{nearest(name, given)}")
-
-
-def _precision(cfg: ModelConfig):
-    # A float32 model means float32 products: TPUs and GPUs would otherwise use bfloat16 or TF32 passes without saying so.
-    return jax.default_matmul_precision("highest" if cfg.execution.dtype == "float32" else "default")
+        if name not in known:
+            raise ValueError(f"remat_save={name!r} names no activation of a layer{nearest(name, known)}")

@@ -1,4 +1,4 @@
-"""What a model has learned: loss over a validation split, exact match on pairs, a sample of text."""
+"""Measuring a model: metrics over a validation split, exact match on pairs, a sample of text."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +11,22 @@ from jaxformer.config import ModelConfig
 from jaxformer.decode.generate import generate
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.parallel import multihost
-from jaxformer.training.objective import means
+from jaxformer.training.objective import Objective, call, mean_metrics
 
 
-def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_bytes: int = 0) -> dict[str, float]:
-    """loss (nats a token), accuracy and, where the split's size in bytes is known, bits_per_byte.
+def make_evaluate(objective: Objective) -> Callable[[Any, dict], dict[str, jax.Array]]:
+    """``evaluate(params, batch)``: the sums of the objective of validation, without dropout."""
+    judge = getattr(objective, "validation", objective)
+    return lambda params, batch: call(judge, params, batch, None)[1]
 
-    evaluate: the compiled ``make_evaluate(cfg)``, with the batch's placement. Of no batches: nothing.
+
+def validation(
+    objective: Objective, evaluate: Callable, params: Any, batches: Iterable[dict], text_bytes: int = 0
+) -> dict[str, float]:
+    """The objective's metrics over a split, such as loss (nats per token) and accuracy, and bits_per_byte where the split's
+    size in bytes is known. Empty for a split without batches.
+
+    evaluate: the compiled ``make_evaluate(objective)``; it must fit the placement of the batches.
     """
     sums: dict[str, Any] = {}
     for batch in batches:
@@ -25,14 +34,15 @@ def validation(evaluate: Callable, params: Any, batches: Iterable[dict], text_by
             sums[name] = sums.get(name, 0.0) + np.asarray(value, np.float64)
     if not sums:
         return {}
-    metrics = {name: float(value) for name, value in means(sums).items() if name != "weight"}
-    if text_bytes:
+    means = mean_metrics(getattr(objective, "validation", objective), sums)
+    metrics = {name: float(value) for name, value in means.items() if name != "weight"}
+    if text_bytes and "nll" in sums:
         metrics["bits_per_byte"] = float(sums["nll"]) / text_bytes / math.log(2)
     return metrics
 
 
 def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
-    """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
+    """The greedy outputs of an encoder–decoder for ``sources``, of at most ``length`` tokens each."""
     encoded = [tok.encode_prompt(text) for text in sources]
     width = max(map(len, encoded), default=0)
     ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)
@@ -51,21 +61,22 @@ def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], l
             source=ids[rows],
             source_valid=valid[rows],
         )
-        found = zip(multihost.whole(out.tokens), multihost.whole(out.lengths), strict=True)
-        outputs += [_text(tok, row, count) for row, count in found]
+        rows_and_lengths = zip(multihost.whole(out.tokens), multihost.whole(out.lengths), strict=True)
+        outputs += [_text(tok, row, length) for row, length in rows_and_lengths]
     return outputs
 
 
 def exact_match(params: Any, cfg: ModelConfig, tok: Any, pairs: Sequence[tuple[str, str]], length: int) -> float:
-    """Share of pairs whose greedy output is the target, character for character."""
+    """The share of pairs whose greedy output equals the target, character for character."""
     outputs = translate(params, cfg, tok, [source for source, _ in pairs], length)
     return sum(out == target for out, (_, target) in zip(outputs, pairs, strict=True)) / len(pairs)
 
 
 def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: int, temperature: float, seed: int = 0) -> str:
-    """``prompt`` and what the model writes after it, up to an end token or ``tokens`` tokens.
+    """``prompt`` with the model's continuation, up to an end token or ``tokens`` tokens.
 
-    Beyond ``cfg.max_length`` the model goes on from the last half of that: no position is used that it was not made for.
+    Past ``cfg.max_length`` the model continues from the last half of that length: it never sees a position that it was not
+    made for.
     """
     sampling = only_below(Sampling(temperature=temperature) if temperature else GREEDY, tok.vocab_size, cfg.vocab_size)
     ends = (tok.eos_id,) if tok.eos_id >= 0 else ()
@@ -74,14 +85,14 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
     while len(text) < goal:
         read = text if len(text) < cfg.max_length else text[-max(1, cfg.max_length // 2) :]
         room = min(goal - len(text), cfg.max_length - len(read))
-        key, own = jax.random.split(key)
-        out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=own, eos=ends, pad=tok.pad_id)
+        key, part_key = jax.random.split(key)
+        out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=part_key, eos=ends, pad=tok.pad_id)
         text = text + multihost.whole(out.tokens)[0, : int(multihost.whole(out.lengths)[0])].tolist()
         if text[-1] in ends:
             break
     return tok.decode(text)
 
 
-def _text(tok, row, count) -> str:
-    ids = row[:count].tolist()
+def _text(tok, row, length) -> str:
+    ids = row[:length].tolist()
     return tok.decode(ids[:-1] if ids and ids[-1] == tok.eos_id else ids)

@@ -1,119 +1,35 @@
-"""A run: what ``train.py`` is told, where it keeps what it makes, and how that is loaded again."""
+"""A run: its command line, the state and update that it trains with, the directory that keeps it, and how to load it again."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
-import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jax
 import tyro
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.config.components import nearest
-from jaxformer.config.strict import Strict, from_dict, to_json, within
-from jaxformer.data import DataConfig
+from jaxformer.config.components import imported, nearest
+from jaxformer.config.strict import from_dict, to_json
 from jaxformer.nn import model
-from jaxformer.parallel.multihost import DistributedConfig
-from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.tokenizers import tokenizer
+from jaxformer.training import objective as objectives
+from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.optim import OptimConfig
+from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
+from jaxformer.training.ema import ema_params
+from jaxformer.training.migrate import migrated
+from jaxformer.training.optim import initial_params, optimizer
 
-
-@dataclass(frozen=True)
-class TrainConfig(Strict):
-    """How long and how to train, and what to show."""
-
-    steps: int = 1000
-    """Updates in all."""
-    eval_every: int = 250
-    """Steps between evaluations, each with a sample; the state is saved then too."""
-    log_every: int = 10
-    """Steps between records in metrics.jsonl."""
-    keep_checkpoints: int = 2
-    """How many of the newest checkpoints to keep; the one of lowest validation loss is kept as well."""
-    microbatches: int = 1
-    """Parts that a batch is computed in, one after another: less memory, and the same numbers up to the masks of dropout
-    and, with experts, to each part's own load in their balance loss."""
-    label_smoothing: float = 0.0
-    """Share of the target probability that is spread over the whole vocabulary."""
-    loss_chunk: int | None = None
-    """Positions whose logits exist at a time; None: all."""
-    mtp_weight: float = 0.3
-    """Weight of the loss of the token after the next, in a model with model.mtp."""
-    parallel: Literal["jit", "pmap"] = "jit"
-    """How the rows of a batch are spread over the devices."""
-    seed: int = 0
-    """Of the initial parameters and of dropout."""
-    prompt: str = "def "
-    """What samples continue."""
-    sample_tokens: int = 200
-    """Tokens in a sample; 0: none."""
-    temperature: float = 0.8
-    """Of samples."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        counts = ("steps", "eval_every", "log_every", "keep_checkpoints", "microbatches", "loss_chunk")
-        within(self, 1, math.inf, *counts, prefix="train.")
-        within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", prefix="train.")
-        within(self, 0, 1, "label_smoothing", prefix="train.")
-
-
-@dataclass(frozen=True)
-class InitConfig(Strict):
-    """What training begins from."""
-
-    folder: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """A run directory, a Hugging Face folder or a hub's id, whose model is trained further: it decides the architecture and the
-    tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub's id."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.revision is not None and self.folder is None:
-            raise ValueError("init.revision goes with init.from, the id of a hub")
-
-
-@dataclass(frozen=True)
-class Config(Strict):
-    """A whole run."""
-
-    model: ModelConfig
-    """What the model is. Its vocab_size grows to the tokenizer's."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    """What it is trained on."""
-    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
-    """How it is optimised."""
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    """How long, and what to show."""
-    init: InitConfig = dataclasses.field(default_factory=InitConfig)
-    """What to begin from."""
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    """How it is spread over devices."""
-    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    """How this process finds the others, where there are several."""
-    run_dir: str = ""
-    """Where everything is written, and where to go on from; runs/<config file's name> unless given."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.train.parallel == "pmap" and self.mesh != MeshConfig():
-            raise ValueError("train.parallel='pmap' gives every device a copy of the state: it goes with no axis of mesh")
-        if self.train.parallel == "pmap" and self.distributed.on:
-            raise ValueError(
-                "train.parallel='pmap' is for one process: it does not go with distributed; jit, the default, does"
-            )
-
+__all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse"]
 
 FITTED = ("model.vocab_size", "model.start_token")
-"""Fields that a run fits to its tokenizer."""
+"""Fields that ``fit_tokenizer`` sets."""
 
 
 def parse(arguments: list[str], default: Path) -> Config:
@@ -126,9 +42,8 @@ def parse(arguments: list[str], default: Path) -> Config:
     asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
-        decided = [
-            name for name in new if old[name] != new[name] and not name.startswith("execution.") and name != "param_dtype"
-        ]
+        changed = [name for name in new if old[name] != new[name]]
+        decided = [name for name in changed if not name.startswith("execution.") and name != "param_dtype"]
         if decided:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
@@ -151,7 +66,7 @@ def read_config(path: Path) -> tuple[Config, str]:
 
 
 def open_run(config: Config) -> tuple[Path, Any, list[str]]:
-    """The run's directory, its tokenizer if it has one already, and what differs from how the run began.
+    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began.
 
     Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
     """
@@ -171,7 +86,7 @@ def open_run(config: Config) -> tuple[Path, Any, list[str]]:
 
 
 def write_run(directory: Path, config: Config, tok: Any) -> None:
-    """Writes config.json and the tokenizer; the run can then be loaded and gone on with."""
+    """Writes config.json and the tokenizer; from then on the run can be loaded and continued."""
     text = to_json(config)  # refuses before anything is written
     directory.mkdir(parents=True, exist_ok=True)
     tok.save(directory)
@@ -181,7 +96,8 @@ def write_run(directory: Path, config: Config, tok: Any) -> None:
 
 
 def read_run(directory: Path) -> Config:
-    """The config of a run. Raises ValueError or FileNotFoundError that says what is wrong with it."""
+    """The config of a run, whatever version of the library wrote it (``training.migrate``). Raises ValueError or
+    FileNotFoundError that says what is wrong with it."""
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
@@ -189,24 +105,60 @@ def read_run(directory: Path) -> Config:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
-        return from_dict(Config, values)
+        return from_dict(Config, migrated(values))
     except (ValueError, TypeError) as error:  # not UTF-8, not JSON, unknown or missing fields
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+def make_objective(config: Config) -> objectives.Objective:
+    """The objective that ``train.objective`` names, made for the model. Raises ValueError where there is none of that name."""
+    cfg, train = config.model, config.train
+    if train.objective == NEXT_TOKEN:
+        options = {name: getattr(train, name) for name in ("label_smoothing", "loss_chunk", "mtp_weight", "z_loss")}
+        return objectives.next_token(cfg, **options)
+    objective = imported("train.objective", train.objective)(cfg, train)
+    if not callable(objective):
+        raise ValueError(f"train.objective={train.objective!r} made {objective!r}, not a function (params, batch, rng)")
+    return objective
+
+
+def make_update(config: Config, objective: objectives.Objective) -> Callable:
+    """The update of a run, which lowers ``objective``."""
+    return updates.make_update(objective, _optimizer(config), config.train.microbatches)
+
+
+def initial_state(config: Config, params: Any = None) -> updates.TrainState:
+    """The state of a run before its first update, with fresh parameters unless they are given."""
+    params_key, rng = jax.random.split(jax.random.key(config.train.seed))
+    if params is None:
+        params = initial_params(config.optim, config.model, params_key)
+    return updates.init_state(params, _optimizer(config), rng)
+
+
+def _optimizer(config: Config) -> Any:
+    return optimizer(config.optim, config.model, config.train.steps)
+
+
 def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of what ``train.py`` wrote: the newest whole checkpoint. shardings: where each parameter is to lie.
+    """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint; the parameters are their running mean
+    if the run keeps one (``optim.ema``). shardings: where each parameter is to lie; one device unless given.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
     """
     directory = Path(run_directory)
-    cfg = read_run(directory).model
+    config = read_run(directory)
+    cfg = config.model
     like = specs.abstract(model.spec(cfg), cfg)
     if shardings is not None:
         like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
-        params = checkpoints.restore_params(like)
+        if config.optim.ema:
+            state = checkpoints.read(jax.eval_shape(functools.partial(initial_state, config)))
+            params = ema_params(state.opt_state, state.params)
+            params = params if shardings is None else jax.device_put(params, shardings)
+        else:
+            params = checkpoints.restore_params(like)
     finally:
         checkpoints.close()
     return cfg, params, tokenizer.load(directory)
@@ -225,7 +177,7 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and field.name not in config.UNCHECKED:  # a component is compared as a whole
             flat |= _fields(value, f"{prefix}{field.name}.")
         else:
             flat[prefix + field.name] = value

@@ -1,4 +1,4 @@
-"""The training step: one pure ``update(state, batch) -> (state, metrics)``, the same under ``jit`` and ``pmap``."""
+"""The training step: one pure ``update(state, batch) -> (state, metrics)``, the same under every placement."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import model
-from jaxformer.training import balance
-from jaxformer.training.objective import Batch, counted_weights, loss_sum, means
-from jaxformer.training.optim import OptimConfig, learning_rate, optimizer
+from jaxformer.parallel.placement import over_devices, own_key, row_count
+from jaxformer.parallel.sharding import shardings
+from jaxformer.training.balance import nonzero
+from jaxformer.training.objective import Objective, call, mean_metrics
 
 
 @struct.dataclass
@@ -24,74 +26,63 @@ class TrainState:
     """int32 []: updates done."""
     params: Any
     opt_state: Any
-    key: jax.Array
-    """Typed key; a step's dropout is a function of it and ``step``."""
+    rng: jax.Array
+    """Typed key; a step's randomness is a function of it and ``step``."""
 
 
-def init_state(cfg: ModelConfig, optim: OptimConfig, steps: int, seed: int, params: Any = None) -> TrainState:
-    """The state before the first of ``steps`` updates, with fresh parameters unless given."""
-    params_key, key = jax.random.split(jax.random.key(seed))
-    if params is None:
-        params = model.init(cfg, params_key)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer(optim, steps, cfg).init(params), key)
+def init_state(params: Any, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
+    """The state before the first update. rng: the key that all randomness of training (dropout) comes from."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
 
 
 def make_update(
-    cfg: ModelConfig,
-    optim: OptimConfig,
-    steps: int,
-    *,
-    microbatches: int = 1,
-    label_smoothing: float = 0.0,
-    loss_chunk: int | None = None,
-    mtp_weight: float = 0.3,
-    axis_name: str | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """``update(state, batch)``. The loss is a mean over all counted tokens of the step: of every microbatch, and of every
-    device of ``axis_name`` (the name of a ``pmap``'s axis).
+    objective: Objective, optimizer: optax.GradientTransformation, microbatches: int = 1
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
+    """``update(state, batch) -> (state, metrics)``, pure: for ``jax.jit``, or for a placement (``jit``, ``pmap``, ``mesh``).
 
-    metrics: loss, accuracy, weight (counted tokens), grad_norm (before clipping), lr; with experts, those of
-    ``balance.metrics``, whose loss each microbatch has for itself.
+    It lowers the objective's total over its weight, both summed over the whole step: over all microbatches and devices. batch:
+    a dict of arrays whose first axis is the rows. microbatches: equal parts that the rows are computed in, one after another.
+
+    metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping) and,
+    where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
+
+    Raises ValueError, when it is traced, for an objective that returns something else, and rows that do not divide.
     """
-    experts = cfg.experts
-    if experts.n_experts and experts.per_token == 1 and experts.normalize:
-        raise ValueError("experts with per_token=1 and normalize=True weigh 1, always: their router would learn nothing")
-    transform = optimizer(optim, steps, cfg)
-    has_dropout = max(cfg.execution.attention_dropout, cfg.execution.residual_dropout, cfg.execution.embedding_dropout) > 0
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches} must be at least 1")
+    known_weight = getattr(objective, "weight", None)
+    after_update = getattr(objective, "after_update", lambda params, sums: params)
+    learning_rate = getattr(optimizer, "learning_rate", None)
 
-    def over_devices(tree):
-        return tree if axis_name is None else jax.lax.psum(tree, axis_name)
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        rng = own_key(jax.random.fold_in(state.rng, state.step))
+        # A weight that is known beforehand scales the loss itself, else the finished sum of gradients is scaled.
+        scale = 1.0 / nonzero(over_devices(known_weight(batch))) if known_weight else 1.0
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(state.key, state.step)
-        if axis_name is not None:
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        weight = over_devices(counted_weights(batch).sum())
-        scale = 1.0 / jnp.where(weight == 0.0, 1.0, weight)
-
-        def objective(params, part, part_key):
-            given: dict[str, Any] = {"label_smoothing": label_smoothing, "chunk": loss_chunk, "axis_name": axis_name}
-            given["mtp_weight"] = mtp_weight
-            total, sums = loss_sum(params, part, cfg, part_key if has_dropout else None, **given)
+        def scaled(params, part, part_rng):
+            total, sums = call(objective, params, part, part_rng)
             return total * scale, sums
 
-        grads, sums = over_devices(_accumulate(jax.grad(objective, has_aux=True), state.params, batch, key, microbatches))
-        updates, opt_state = transform.update(grads, state.opt_state, state.params)
-        lr = learning_rate(optim, state.step, steps)
-        metrics = means(sums) | {"grad_norm": optax.global_norm(grads), "lr": lr}
-        params = optax.apply_updates(state.params, updates)
-        if rate := cfg.execution.balance_rate:
-            params = balance.move_bias(params, sums["load"], rate)
+        gradient = jax.grad(scaled, has_aux=True)
+        grads, sums = over_devices(_accumulate(gradient, state.params, batch, rng, microbatches))
+        if not known_weight:
+            weight = nonzero(sums["weight"])
+            grads = jax.tree.map(lambda x: (x / weight).astype(x.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(grads)}
+        if learning_rate:
+            metrics["lr"] = learning_rate(state.step)
+        params = after_update(optax.apply_updates(state.params, updates), sums)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update
 
 
-def _accumulate(gradient, params, batch, key, microbatches):
-    """``gradient(params, part, key)``, summed over ``microbatches`` equal parts of the rows, one after another."""
+def _accumulate(gradient, params, batch, rng, microbatches):
+    """``gradient(params, part, rng)``, summed over ``microbatches`` equal parts of the rows, one after another."""
+    rows = row_count(batch)
     if microbatches == 1:
-        return gradient(params, batch, key)
-    rows = jnp.shape(batch["tokens"])[0]
+        return gradient(params, batch, rng)
     if rows % microbatches:
         raise ValueError(f"a batch of {rows} rows does not divide into {microbatches} microbatches")
     # Every microbatch takes every n-th row, so that each device has its share of each.
@@ -99,13 +90,13 @@ def _accumulate(gradient, params, batch, key, microbatches):
 
     def add(total, numbered):
         index, part = numbered
-        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(key, index))), None
+        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, index))), None
 
     first = jax.tree.map(lambda x: x[0], parts)
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, first, key))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, first, rng))
     return jax.lax.scan(add, zero, (jnp.arange(microbatches), parts))[0]
 
 
-def make_evaluate(cfg: ModelConfig) -> Callable[[Any, Batch], dict[str, jax.Array]]:
-    """``evaluate(params, batch)``: the summed metrics of ``loss_sum``, without dropout and smoothing."""
-    return lambda params, batch: loss_sum(params, batch, cfg, training=False)[1]
+def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
+    """A ``NamedSharding`` for every parameter of ``cfg``'s model, as the placement ``mesh`` takes them."""
+    return shardings(model.spec(cfg), cfg, mesh)

@@ -1,0 +1,113 @@
+"""The records of a run's config: what to train, on what, how and where."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxformer.config import ModelConfig
+from jaxformer.config.components import nearest
+from jaxformer.config.strict import Strict, within
+from jaxformer.data import DataConfig
+from jaxformer.parallel.multihost import DistributedConfig
+from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.training.optim import OptimConfig
+
+NEXT_TOKEN = "next_token"
+"""The name of the library's own objective."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(Strict):
+    """How long and how to train, and what to show."""
+
+    steps: int = 1000
+    """Number of updates."""
+    objective: str = NEXT_TOKEN
+    """What training lowers: next_token (cross-entropy), or 'package.module:name' of a function of the ModelConfig and this
+    TrainConfig that returns an objective, a function (params, batch, rng) (see jaxformer.training.objective)."""
+    eval_every: int = 250
+    """Steps between evaluations; each also prints a sample and saves the state."""
+    log_every: int = 10
+    """Steps between records in metrics.jsonl."""
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints to keep; the checkpoint of lowest validation loss is kept as well."""
+    microbatches: int = 1
+    """Parts that a batch is computed in, one after another, to save memory. The numbers stay the same, but for the masks of
+    dropout and, with experts, the balance loss, which each part computes from its own load."""
+    label_smoothing: float = 0.0
+    """Share of the target probability that is spread evenly over the vocabulary."""
+    loss_chunk: int | None = None
+    """Positions whose logits are in memory at a time; None: all."""
+    mtp_weight: float = 0.3
+    """Weight of the loss on the token after the next, for a model with model.mtp."""
+    z_loss: float = 0.0
+    """Weight of the mean squared logsumexp of the logits, which keeps them from drifting (Chowdhery et al. 2022: 1e-4)."""
+    parallel: Literal["jit", "pmap"] = "jit"
+    """How the rows of a batch are spread over the devices, if no mesh is given: by jax.jit or by jax.pmap."""
+    seed: int = 0
+    """Seed of the initial parameters and of dropout."""
+    prompt: str = "def "
+    """Text that the samples printed during training continue."""
+    sample_tokens: int = 200
+    """Length of a sample in tokens; 0: no samples."""
+    temperature: float = 0.8
+    """Sampling temperature for the samples printed during training."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        counts = ("steps", "eval_every", "log_every", "keep_checkpoints", "microbatches", "loss_chunk")
+        within(self, 1, math.inf, *counts, prefix="train.")
+        within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", "z_loss", prefix="train.")
+        within(self, 0, 1, "label_smoothing", prefix="train.")
+        if self.objective != NEXT_TOKEN and ":" not in self.objective:
+            near = nearest(self.objective, [NEXT_TOKEN])
+            raise ValueError(f"unknown train.objective {self.objective!r}{near} (or give 'package.module:name')")
+
+
+@dataclass(frozen=True)
+class InitConfig(Strict):
+    """What training starts from."""
+
+    folder: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """A run directory, a Hugging Face folder or a Hugging Face Hub id whose model is trained further. It decides the
+    architecture and the tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.revision is not None and self.folder is None:
+            raise ValueError("init.revision needs init.from with a Hugging Face Hub id")
+
+
+@dataclass(frozen=True)
+class Config(Strict):
+    """Everything that defines a run."""
+
+    model: ModelConfig
+    """The model. Its vocab_size grows to the tokenizer's."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """The data it is trained on."""
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    """The optimizer."""
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    """How long and how to train, and what to show."""
+    init: InitConfig = dataclasses.field(default_factory=InitConfig)
+    """What training starts from."""
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    """How the model is spread over devices."""
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    """How this process finds the others, if there are several."""
+    run_dir: str = ""
+    """Directory for everything that a run writes; a run that it holds already is continued. Default: runs/<config file's
+    name>."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.train.parallel == "pmap" and self.mesh != MeshConfig():
+            raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
+        if self.train.parallel == "pmap" and self.distributed.on:
+            raise ValueError("train.parallel='pmap' runs in one process, not with distributed; use jit, the default")
