@@ -30,6 +30,7 @@ from jaxformer.nn.cache import Cache, LayerCache
 from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
 from jaxformer.nn.listening import capture, listen
+from jaxformer.nn.logprobs import logprobs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import multiply, named
@@ -85,6 +86,7 @@ __all__ = [
     "init_cache",
     "listen",
     "load",
+    "logprobs",
     "loss",
     "mask",
     "mix",

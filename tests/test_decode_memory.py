@@ -12,8 +12,8 @@ import jaxformer as jf
 from jaxformer.decode import sampling
 from jaxformer.decode.generate import _generate
 from jaxformer.decode.request import Inputs, Request
-from jaxformer.nn import cache as caches
-from jaxformer.nn import layer_cache
+from jaxformer.nn import cache as layer_cache
+from jaxformer.nn import cache_spec as caches
 
 SLOTS, WINDOW = 1024, 320
 NAMES = ("llama_gqa", "mistral")

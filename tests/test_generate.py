@@ -15,7 +15,7 @@ import jaxformer as jf
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.generate import _generate
 from jaxformer.decode.request import Inputs, Request, bucket
-from jaxformer.nn import cache as caches
+from jaxformer.nn import cache_spec as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -1,4 +1,4 @@
-"""What may guess tokens for speculative decoding: the text so far, a smaller model, or the model's own block (``nn.mtp``)."""
+"""What may guess tokens for speculative decoding: the text so far, a smaller model, or the model's block of ``nn.mtp``."""
 
 import dataclasses
 import math

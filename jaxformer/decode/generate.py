@@ -93,6 +93,7 @@ def generate(
     return _per_prompt(_generate(params, inputs, request=request), num_return)
 
 
+@answers_mistakes
 def generate_arrays(
     params: dict,
     prompts_BT: jax.Array,

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode import sampling
+from jaxformer.decode.choose import History, choose, shape
 from jaxformer.decode.request import Inputs, Request
-from jaxformer.decode.sampling import History
 from jaxformer.nn import model
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.cache_spec import empty, spec
@@ -24,7 +23,7 @@ class State:
 
     cache: Any
     token: Any
-    """int32 [B]: the last one chosen, which the cache does not hold yet."""
+    """int32 [B]: the token chosen last, which the cache does not hold yet."""
     done: Any
     """bool [B]"""
     new: Any
@@ -130,8 +129,8 @@ def _history(inputs: Inputs, request: Request) -> History:
 def emit(params, last_BD, state: State, values, request: Request) -> tuple[State, Emitted]:
     """Chooses a token for every row that has not ended."""
     logits = model.head(params, last_BD[:, None], request.cfg)[:, 0]
-    shaped = sampling.shape(logits, request.methods, values, state.history, state.new, request.eos)
-    chosen = sampling.choose(shaped, request.methods, jax.vmap(jax.random.fold_in)(state.keys, state.new))
+    shaped = shape(logits, request.methods, values, state.history, state.new, request.eos)
+    chosen = choose(shaped, request.methods, jax.vmap(jax.random.fold_in)(state.keys, state.new))
     alive = ~state.done
     token = jnp.where(alive, chosen, request.pad)
     reported = report(logits, shaped, token, request)
@@ -209,7 +208,7 @@ def _until_done(params, state, out, values, request, blocks: int, size: int) -> 
     def more(carry):
         number, state, out = carry
         state, emitted = block(params, state, values, request, size)
-        put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, number * size, axis=0)
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number * size, axis=0)
         return number + 1, state, jax.tree.map(put, out, emitted)
 
     return jax.lax.while_loop(unfinished, more, (jnp.zeros((), jnp.int32), state, out))[2]

@@ -1,4 +1,4 @@
-"""Guesses of speculative decoding, inside jit: drawn from a draft model or from the model's own block, or looked up."""
+"""Guesses of speculative decoding, inside jit: drawn from a draft model or from the model's ``mtp`` block, or looked up."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode import loop, sampling
+from jaxformer.decode import loop
+from jaxformer.decode.choose import choose, shape
 from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.loop import State
 from jaxformer.decode.request import Inputs, Request
@@ -27,11 +28,11 @@ class Unread:
     count: Any
     """int32 [B]: how many of ``tokens`` there are."""
     hidden: Any
-    """[B, ahead + 1, D]: what the head read when it chose each token, for the model's own block; else None."""
+    """[B, ahead + 1, D]: what the head read when it chose each token, for the model's ``mtp`` block; else None."""
 
 
 def mtp_cache(request: Request, rows: int) -> Cache | None:
-    """An empty cache of the model's own block, where that is the draft: the block reads along with the prompts."""
+    """An empty cache of the model's ``mtp`` block, where that is the draft: the block reads along with the prompts."""
     if not isinstance(request.draft, MultiToken):
         return None
     cfg = mtp.config(request.cfg)
@@ -41,7 +42,7 @@ def mtp_cache(request: Request, rows: int) -> Cache | None:
 def start(params: dict, inputs: Inputs, request: Request, mtp_cache: Cache | None, last_BD, token) -> Unread | None:
     """What the draft is to read after the prompts: each row's first ``token`` [B·copies]. None for a look-up.
 
-    params: the draft's; mtp_cache and last_BD: of the model's own block, which has read the prompts, and what the head read.
+    params: the draft's; mtp_cache: of the model's ``mtp`` block, which has read the prompts; last_BD: what the head read then.
     """
     draft, padding, cache, hidden_BTD = request.draft, ((0, 0), (0, request.ahead)), mtp_cache, None
     if isinstance(draft, PromptLookup):
@@ -71,8 +72,8 @@ def draw(params, unread: Unread, state: State, keys, values, request: Request) -
 
     def guess(state, hidden_BTD, number):
         logits = model.head(params, hidden_BTD, cfg)[:, 0]
-        shaped = sampling.shape(logits, methods, values, state.history, state.new, request.eos)
-        token = sampling.choose(shaped, methods, jax.vmap(lambda key: jax.random.fold_in(key, number))(keys))
+        shaped = shape(logits, methods, values, state.history, state.new, request.eos)
+        token = choose(shaped, methods, jax.vmap(lambda key: jax.random.fold_in(key, number))(keys))
         # An end token among the guesses ends nothing yet.
         return dataclasses.replace(loop.advance(state, token, request), done=state.done), shaped
 

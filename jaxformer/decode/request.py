@@ -263,7 +263,7 @@ def _rows(prompts: Any, valid: Any) -> list[np.ndarray]:
         rows = [np.asarray(prompt) for prompt in prompts]
         for row, prompt in enumerate(rows):
             if prompt.ndim != 1:
-                raise ValueError(f"prompts must be lists of token ids, one a row; prompt {row} is {prompts[row]!r}")
+                raise ValueError(f"prompts must be lists of token ids, one per row; prompt {row} is {prompts[row]!r}")
             if prompt.size == 0:
                 raise ValueError(f"prompt {row} is empty: give at least one token (a BOS, say)")
         if not rows:

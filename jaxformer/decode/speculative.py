@@ -2,7 +2,7 @@
 
 Greedy output is the same; sampled output has the same distribution (Leviathan et al. 2023; Chen et al. 2023). Guesses come from
 a smaller model with the same tokenizer, from what followed the last few tokens earlier in the text (prompt look-up), or from
-the model's own block for the token after the next (``propose``).
+the model's block for the token after the next (``mtp``).
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxformer.decode import loop, propose, sampling
+from jaxformer.decode import loop, propose
+from jaxformer.decode.choose import choose, shape
 from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.loop import Emitted, State
 from jaxformer.decode.propose import Unread
@@ -97,7 +98,7 @@ def _shape(logits, guesses, state: State, values, request: Request) -> jax.Array
 
     def step(state, x):
         logits, token = x
-        shaped = sampling.shape(logits, request.methods, values, state.history, state.new, request.eos)
+        shaped = shape(logits, request.methods, values, state.history, state.new, request.eos)
         return dataclasses.replace(loop.advance(state, token, request), done=state.done), shaped
 
     small = dataclasses.replace(state, cache=None)
@@ -126,7 +127,7 @@ def _judge(shaped_p, shaped_q, guesses, keys, request: Request) -> tuple[jax.Arr
     q_last = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]  # 0 after no rejection
     rest = jnp.maximum(p_last - q_last, 0.0)
     rest = jnp.where(rest.sum(-1, keepdims=True) > 0, rest, p_last)  # p = q up to rounding
-    return right, sampling.choose(jnp.log(rest), request.methods, keys[:, 2])
+    return right, choose(jnp.log(rest), request.methods, keys[:, 2])
 
 
 def _count(chosen, right, state: State, request: Request) -> jax.Array:
@@ -154,10 +155,10 @@ def _settle(state: State, cache: Cache, chosen, count, request: Request) -> Stat
 
 def _put(out: Emitted, new: Emitted, start, count) -> Emitted:
     """``out`` [B, max_new_tokens, …] with each row's first ``count`` of ``new`` [B, T, …] from ``start`` on."""
-    return jax.tree.map(lambda all_, part: _append(all_, part, start, count), out, new)
+    return jax.tree.map(lambda x, more: _append(x, more, start, count), out, new)
 
 
-def _append(all_, part, start, count):
-    number = jnp.arange(part.shape[1])
-    at = jnp.where(number < count[:, None], start[:, None] + number, all_.shape[1] + number)
-    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(all_, at, part)
+def _append(x, more, start, count):
+    number = jnp.arange(more.shape[1])
+    at = jnp.where(number < count[:, None], start[:, None] + number, x.shape[1] + number)
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(x, at, more)

@@ -2,7 +2,7 @@
 
 import functools
 import os.path
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +15,18 @@ from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.nn import model, stack
 from jaxformer.nn.mistakes import answers_mistakes
 
-_UNFINISHED = "\ufffd"  # what bytes that are no whole character decode to
+_UNFINISHED = "\ufffd"  # what the bytes of an incomplete character decode to
 
 
 class Piece(NamedTuple):
-    """A row's next text. Joined, a row's pieces are all it wrote, up to its end token or stop string."""
+    """A row's next text. Joined, a row's pieces are its output, up to its end token or stop string."""
 
     row: int
     text: str
     finish: str = ""
     """Why the row has ended, in its last piece: "eos", "stop" or "length"."""
     tokens: tuple[int, ...] = ()
-    """The tokens that came since the row's last piece; those of a stop string, whole, and of an end too."""
+    """The tokens generated since the row's last piece, with those of a stop string and the end token."""
 
 
 @answers_mistakes
@@ -38,7 +38,7 @@ def stream(
     *,
     max_new_tokens: int,
     stop: Sequence[str] = (),
-    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    sampling: Sampling | Sequence[Sampling] | Mapping[str, Any] = GREEDY,
     key: jax.Array | None = None,
     eos: int | Sequence[int] | None = None,
     valid: Any = None,
@@ -108,7 +108,7 @@ def _stream(params, inputs: Inputs, request: Request, rows: list["_Row"], block:
 
 
 class _Row:
-    """One row's way from tokens to pieces."""
+    """Makes one row's tokens into pieces."""
 
     def __init__(self, tok: Any, before: Sequence[int], stop: Sequence[str]):
         self._decoder, self._stop = Decoder(tok, before), Stop(stop)
@@ -147,39 +147,39 @@ def _block(params, state, values, ended, *, request, steps):
 
 
 class Decoder:
-    """Tokens to text, one after another: what is given out is never taken back, and joined it is the whole text. An id that
-    the tokenizer does not have (models may have more than it) is U+FFFD.
+    """Tokens to text, one after another: text that has been returned is never taken back, and joined it is the text of all
+    tokens. An id that the tokenizer does not have (models may have more ids) is U+FFFD.
 
     before: tokens that stand before the text; a first word's space, or the rest of a character, depends on them.
     """
 
     def __init__(self, tok: Any, before: Sequence[int] = ()):
         self._tok, self._ids = tok, list(before[-8:])
-        self._start, self._given = 0, len(self._ids)
+        self._start, self._sent = 0, len(self._ids)
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that is now certain; with ``last``, all of it."""
         if any(token >= self._tok.vocab_size for token in tokens):
-            pieces = [self._whole(token) if token >= self._tok.vocab_size else self.add([token]) for token in tokens]
+            pieces = [self._unknown(token) if token >= self._tok.vocab_size else self.add([token]) for token in tokens]
             return "".join(pieces)
         self._ids += tokens
-        known = self._tok.decode(self._ids[self._start : self._given])
+        known = self._tok.decode(self._ids[self._start : self._sent])
         text = self._tok.decode(self._ids[self._start :])
         if text.endswith(_UNFINISHED) and not last:
             return ""
         new = text[len(os.path.commonprefix([known, text])) :]
-        if new:  # what was just given is what the next text is compared with: decoding all of it again would take ever longer
-            self._start, self._given = self._given, len(self._ids)
+        if new:  # the next text is compared with what was sent last: decoding everything again would take ever longer
+            self._start, self._sent = self._sent, len(self._ids)
         return new
 
-    def _whole(self, token: int) -> str:
+    def _unknown(self, token: int) -> str:
         text = self.add([], last=True)
-        self._ids, self._start, self._given = [], 0, 0
+        self._ids, self._start, self._sent = [], 0, 0
         return text + _UNFINISHED
 
 
 class Stop:
-    """Holds back what may be the beginning of a stop string. Of several in a text, the one that begins first counts."""
+    """Holds back text that may begin a stop string. Of several stop strings in a text, the one that begins first counts."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = tuple(stops), ""
@@ -187,11 +187,11 @@ class Stop:
     def feed(self, text: str, last: bool = False) -> tuple[str, bool]:
         """The text that no stop string can begin in, and whether one has appeared (the text then ends before it)."""
         text = self._held + text
-        found = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=len(text) + 1)
+        begin = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=len(text) + 1)
         keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
-        if found <= len(text) - keep:  # else a longer one may have begun before it
+        if begin <= len(text) - keep:  # else a longer one may have begun before it
             self._held = ""
-            return text[:found], True
+            return text[:begin], True
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
