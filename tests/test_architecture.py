@@ -62,8 +62,11 @@ class Trace:
         file = self._file(frame)
         if file is not None:
             self.calls.setdefault((file, frame.f_code.co_name))
-            if frame.f_back is not None and (caller := self._file(frame.f_back)) is not None:
-                self.pairs.add((caller, file))
+            caller = frame.f_back
+            while caller is not None and self._file(caller) == "nn/mistakes.py":  # a decorator of public functions
+                caller = caller.f_back
+            if caller is not None and (calling := self._file(caller)) is not None:
+                self.pairs.add((calling, file))
 
     @staticmethod
     def _file(frame):

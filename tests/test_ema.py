@@ -1,4 +1,4 @@
-"""The mean of the parameters that the optimizer's state holds."""
+"""The mean of the parameters that the optimizer's state holds, and that a run evaluates and gives."""
 
 import dataclasses
 
@@ -11,7 +11,8 @@ import pytest
 import jaxformer as jf
 from jaxformer.training.ema import EmaState, ema_params
 from jaxformer.training.optim import optimizer
-from tests import tiny
+from jaxformer.training.run import write_run
+from tests import states, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -60,7 +61,7 @@ def test_before_the_first_update_and_after_it_the_mean_is_the_parameters():
         history, state = trained(CFG, dataclasses.replace(OPTIM, ema=DECAY), steps)
         near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
         jax.tree.map(near, ema_params(state, history[0]), history[-1])
-    assert isinstance(state, EmaState) and int(state.count) == 1
+    assert isinstance(state, EmaState) and int(state.updates) == 1
 
 
 def test_of_a_decay_near_1_the_weights_still_add_up_to_1():
@@ -81,3 +82,25 @@ def test_no_buffer_of_a_fresh_state_is_the_parameters_own():
     transform = optimizer(dataclasses.replace(OPTIM, ema=DECAY), CFG, 10)
     step = jax.jit(lambda params, state: transform.update(params, state, params), donate_argnums=(0, 1))
     jax.block_until_ready(step(history[0], state))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_gives_the_mean_or_the_parameters(tmp_path, dtype):
+    cfg = dataclasses.replace(CFG, vocab_size=256, param_dtype=dtype)
+    optim = dataclasses.replace(OPTIM, ema=DECAY)
+    history, opt_state = trained(cfg, optim, 3)
+    write_run(tmp_path, jf.Config(model=cfg, optim=optim), jf.tokenizer.train("byte", []))
+    state = states.TrainState(jnp.int32(3), history[-1], opt_state, jax.random.key(0))
+    states.save(tmp_path / "checkpoints", state)
+    mean = ema_params(opt_state, history[-1])
+    assert (mean["embedding"]["token"] != history[-1]["embedding"]["token"]).any()
+    for keyword, expected in ({}, mean), ({"ema": True}, mean), ({"ema": False}, history[-1]):
+        params = jf.load(tmp_path, **keyword)[1]
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_the_mean_of_a_run_that_keeps_none_is_refused(tmp_path):
+    write_run(tmp_path, jf.Config(model=CFG), jf.tokenizer.train("byte", []))
+    with pytest.raises(ValueError, match=r"keeps no running mean .*optim.ema=0"):
+        jf.load(tmp_path, ema=True)

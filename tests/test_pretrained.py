@@ -156,7 +156,7 @@ def test_the_command_line_decides_nothing_that_the_folder_does(tmp_path):
         run.parse(["--init.from", "x", "--model.n-layers", "2"], file)
     parsed = run.parse(["--init.from", "x", "--model.dtype", "bfloat16"], file)
     assert (parsed.init.folder, parsed.model.execution.dtype) == ("x", "bfloat16")
-    with pytest.raises(ValueError, match="init.revision goes with init.from"):
+    with pytest.raises(ValueError, match="init.revision needs init.from"):
         InitConfig(revision="main")
 
 

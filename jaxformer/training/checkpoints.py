@@ -84,21 +84,19 @@ class Checkpoints:
         items = self._newest(_split(like), set_aside=True)
         return None if items is None else _joined(items, like)
 
-    def read(self, like: TrainState) -> TrainState:
-        """The newest complete state, for reading alone: nothing is renamed. Raises FileNotFoundError if there is none, else as
-        ``restore``."""
-        items = self._newest(_split(like))
+    def restore_params(self, like: Any, ema: bool = False) -> Any:
+        """The parameters alone, from the newest complete step; ema: their running mean (``training.ema``), in their dtypes.
+        Raises FileNotFoundError if there is none, else as ``restore``."""
+        wanted = {"params": like}
+        if ema:
+            mean = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding), like)
+            wanted = {"rest": {"opt_state": {"ema": mean}}}
+        items = self._newest(wanted, partial=ema)
         if items is None:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
-        return _joined(items, like)
-
-    def restore_params(self, like: Any) -> Any:
-        """The parameters alone, from the newest complete step. Raises FileNotFoundError if there is none, else as
-        ``restore``."""
-        items = self._newest({"params": like})
-        if items is None:
-            raise FileNotFoundError(f"no checkpoint in {self.directory}")
-        return items["params"]
+        if not ema:
+            return items["params"]
+        return jax.tree.map(lambda x, param: x.astype(param.dtype), items["rest"]["opt_state"]["ema"], like)
 
     def best_step(self) -> int | None:
         """The kept step of lowest validation loss."""
@@ -133,7 +131,8 @@ class Checkpoints:
             except ValueError as error:
                 self._set_aside(step, str(error))
 
-    def _newest(self, like: dict[str, Any], set_aside: bool = False) -> dict[str, Any] | None:
+    def _newest(self, like: dict[str, Any], set_aside: bool = False, partial: bool = False) -> dict[str, Any] | None:
+        """The items of ``like`` from the newest complete step. partial: an item may hold more tensors, which are not read."""
         import orbax.checkpoint as ocp
 
         index = jax.process_index()  # each process reads what its devices hold, without waiting for another that may fail
@@ -150,8 +149,9 @@ class Checkpoints:
                     saved = {name: reader.metadata(path / name).item_metadata for name in like}
                     if unreadable := [name for name in like if saved[name] is None]:
                         raise OSError(f"its {' and '.join(unreadable)} cannot be read")
-                    self._refuse_another(step, like, saved)
-                    items = {name: reader.restore(path / name, _with_sharding(item)) for name, item in like.items()}
+                    self._refuse_another(step, like, saved, partial)
+                    read = functools.partial(_read_part, alone) if partial else reader.restore
+                    items = {name: read(path / name, _with_sharding(item)) for name, item in like.items()}
                 except (AnotherTree, MemoryError, PermissionError):
                     raise  # the files may be intact
                 except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
@@ -175,11 +175,24 @@ class Checkpoints:
         names = (path.with_name(f"{step}.broken{n or ''}") for n in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
 
-    def _refuse_another(self, step: int, like: dict[str, Any], saved: Any) -> None:
+    def _refuse_another(self, step: int, like: dict[str, Any], saved: Any, partial: bool) -> None:
         for name, item in like.items():
-            if lines := diff(_leaves(item), _leaves(saved[name].tree)):
+            expected, actual = _leaves(item), _leaves(saved[name].tree)
+            if partial:
+                actual = {path: text for path, text in actual.items() if path in expected}
+            if lines := diff(expected, actual):
                 where = self.directory / str(step)
                 raise AnotherTree(f"checkpoint {where} holds other {name} than this run's:\n" + "\n".join(lines))
+
+
+def _read_part(options: Any, path: Path, like: Any) -> Any:
+    """The tensors of ``like`` from an item that may hold more."""
+    import orbax.checkpoint as ocp
+
+    arguments = ocp.checkpoint_utils.construct_restore_args(like)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
+        return reader.restore(path, args=ocp.args.PyTreeRestore(item=like, restore_args=arguments, partial_restore=True))
 
 
 def _with_sharding(like: Any) -> Any:

@@ -1,7 +1,6 @@
 """A run: its command line, the state and update that it trains with, the directory that keeps it, and how to load it again."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -22,7 +21,6 @@ from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
-from jaxformer.training.ema import ema_params
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
@@ -139,26 +137,25 @@ def _optimizer(config: Config) -> Any:
     return optimizer(config.optim, config.model, config.train.steps)
 
 
-def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint; the parameters are their running mean
-    if the run keeps one (``optim.ema``). shardings: where each parameter is to lie; one device unless given.
+def load(run_directory: str | Path, shardings: Any = None, ema: bool | None = None) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint. shardings: where each parameter is to
+    lie; one device unless given. ema: whether to give the running mean of the parameters (``optim.ema``) in their place; unless
+    given, if the run keeps one, which is then what it has evaluated.
 
-    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
+    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit, and for the mean of a
+    run that keeps none.
     """
     directory = Path(run_directory)
     config = read_run(directory)
-    cfg = config.model
+    cfg, keeps = config.model, config.optim.ema > 0
+    if ema and not keeps:
+        raise ValueError(f"{directory} keeps no running mean of its parameters (optim.ema=0)")
     like = specs.abstract(model.spec(cfg), cfg)
     if shardings is not None:
         like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
-        if config.optim.ema:
-            state = checkpoints.read(jax.eval_shape(functools.partial(initial_state, config)))
-            params = ema_params(state.opt_state, state.params)
-            params = params if shardings is None else jax.device_put(params, shardings)
-        else:
-            params = checkpoints.restore_params(like)
+        params = checkpoints.restore_params(like, ema=keeps if ema is None else ema)
     finally:
         checkpoints.close()
     return cfg, params, tokenizer.load(directory)
