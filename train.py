@@ -64,12 +64,13 @@ def main(config: run.Config) -> None:
             report.train(step, metrics)
             if step % train.eval_every == 0 or step == train.steps:
                 current = placement.get_state(state)
+                params = training.ema_params(current.opt_state, current.params)
                 held_out = map(placement.put_evaluation, corpus.validation)
-                score = evaluate.validation(objective, evaluation, current.params, held_out, corpus.validation_bytes)
+                score = evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
                 checkpoints.save(current, score.get("loss"))
                 if train.sample_tokens:
-                    report.sample(step, *sample(current.params, config, corpus))
+                    report.sample(step, *sample(params, config, corpus))
             if stop():
                 break
         current = placement.get_state(state)
@@ -77,7 +78,8 @@ def main(config: run.Config) -> None:
         checkpoints.wait()
         is_done = int(current.step) == train.steps
         if is_done and corpus.test_pairs:
-            score["exact match"] = evaluate.exact_match(current.params, cfg, tok, corpus.test_pairs, config.data.length)
+            params = training.ema_params(current.opt_state, current.params)
+            score["exact match"] = evaluate.exact_match(params, cfg, tok, corpus.test_pairs, config.data.length)
         best = checkpoints.best_step()
     if is_done:
         results(report.console, train.steps, directory, score, best, time.perf_counter() - began)

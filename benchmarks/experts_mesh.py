@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 import jaxformer as jf
+from jaxformer.cost import topology
 from jaxformer.nn.experts import dispatch, router
 from jaxformer.parallel.sharding import ACTIVATIONS, MeshConfig, partition_spec, shardings
-from jaxformer.plan import topology
 
 
 def layer(cfg: jf.ModelConfig, mesh: Mesh, rows: int, length: int) -> tuple[Callable, dict, jax.ShapeDtypeStruct]:

@@ -16,7 +16,7 @@ import transformers
 from safetensors.numpy import load_file
 
 import jaxformer as jf
-from jaxformer.hf import peer
+from jaxformer.hf import transformers_reference as reference
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from golden import weights  # noqa: E402
@@ -28,8 +28,8 @@ def outputs(where: Path, original: Path) -> dict[str, np.ndarray]:
     """What transformers makes of a folder, for inputs drawn for the original one."""
     name = transformers.AutoConfig.from_pretrained(where).architectures[0]
     model = getattr(transformers, name).from_pretrained(where, dtype=torch.float32, attn_implementation="eager")
-    inputs = peer.drawn(np.random.RandomState(0), transformers.AutoConfig.from_pretrained(original), masked=False)
-    return peer.outputs(model.eval(), inputs)
+    inputs = reference.draw_inputs(np.random.RandomState(0), transformers.AutoConfig.from_pretrained(original), masked=False)
+    return reference.outputs(model.eval(), inputs)
 
 
 def main() -> None:

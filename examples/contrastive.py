@@ -1,9 +1,9 @@
 """A contrastive objective over two forwards: sentence embeddings that find the other half of a pair.
 
-    python examples/contrastive.py
+    uv run python examples/contrastive.py
 
 InfoNCE (van den Oord et al. 2018): of the batch's second halves, the one that belongs to a first half must be nearest to it.
-The objective takes 11 lines, and no line of the library changed. Its negatives are the rows that one call sees, so the update
+The objective takes 9 lines, and no line of the library changed. Its negatives are the rows that one call sees, so the update
 takes the batch whole, without microbatches.
 """
 

@@ -1,10 +1,10 @@
-"""A data set from a plain Python iterator, trained on by train.py itself through ``data.task``: 20 lines, none in the library.
+"""A data set from a plain Python iterator, trained on by train.py through ``data.task``.
 
-    python examples/data_from_iterator.py
+    uv run python examples/data_from_iterator.py
 
-The iterator gives sums such as "17+25=42" for ever. A run that is continued makes and drops the batches before its step, and
-continues exactly because the iterator always begins with the same seed. The command line does the same in any run:
-``python train.py --data.task examples.data_from_iterator:Sums --data.tokenizer byte``.
+The iterator gives sums such as "17+25=42" for ever. The data set takes 16 lines, and no line of the library changed. A run that
+is continued makes and drops the batches before its step, and continues exactly because the iterator always begins with the same
+seed. The command line takes the data set too: ``python train.py --data.task examples.data_from_iterator:Sums``.
 """
 
 import sys

@@ -11,18 +11,17 @@ The dimension key, one letter a dimension, in shapes, einsums and the suffixes o
     C expert capacity    R latent of keys and values   Q latent of queries
 """
 
-from jaxformer import decode, hf, training
+from jaxformer import data, decode, hf, training
 from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
 from jaxformer.config.components import Component
 from jaxformer.config.spec import Param, bias, gain, weight
 from jaxformer.cost import Explanation, explain
 from jaxformer.data import DataConfig
 from jaxformer.decode.beam import Beams, beam_search
+from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.generate import Generated, generate
-from jaxformer.decode.multitoken import MultiToken
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
-from jaxformer.decode.speculative import DraftModel, PromptLookup
 from jaxformer.decode.stream import Piece, stream
 from jaxformer.interop import flax
 from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
@@ -31,6 +30,7 @@ from jaxformer.nn.cache import Cache, LayerCache
 from jaxformer.nn.cache_spec import init_cache
 from jaxformer.nn.dense import dense
 from jaxformer.nn.listening import capture, listen
+from jaxformer.nn.logprobs import logprobs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import multiply, named
@@ -71,6 +71,7 @@ __all__ = [
     "block",
     "capture",
     "compilations",
+    "data",
     "decode",
     "dense",
     "explain",
@@ -85,6 +86,7 @@ __all__ = [
     "init_cache",
     "listen",
     "load",
+    "logprobs",
     "loss",
     "mask",
     "mix",

@@ -1,6 +1,11 @@
-"""Eight simulated devices and one compilation cache for all tests. Set before jax is imported."""
+"""Eight simulated devices and one compilation cache for all tests, set before jax is imported; and the three tiers of tests.
 
+``tests/tiers.txt`` lists the slow tests, a shell-style pattern of node ids per line, and the files whose other tests are fast.
+"""
+
+import fnmatch
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,6 +19,38 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAXFORMER_CACHE", str(CACHE / "data"))
+
+
+def tiers() -> tuple[list[str], set[str]]:
+    """Patterns of the slow tests, and the names of the fast files."""
+    slow, fast = [], set()
+    for line in (Path(__file__).parent / "tiers.txt").read_text(encoding="utf-8").splitlines():
+        tier, _, pattern = line.partition(" ")
+        if tier == "slow":
+            slow.append(pattern)
+        elif tier == "fast":
+            fast.add(pattern)
+    return slow, fast
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of each tier. A pattern that matches nothing is an error where all tests are collected."""
+    slow, fast = tiers()
+    # "[" and "]" of parametrized tests are no wildcards here.
+    unused = {pattern: re.compile(fnmatch.translate(re.sub(r"([\[\]])", r"[\1]", pattern))) for pattern in slow}
+    patterns = dict(unused)
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]
+        for pattern in matching:
+            unused.pop(pattern, None)
+        if matching:
+            item.add_marker("slow")
+        elif name.partition("::")[0] in fast and not item.get_closest_marker("slow"):
+            item.add_marker("fast")
+    if unused and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/tiers.txt: no test matches {', '.join(unused)}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -98,11 +98,11 @@ def close(found, expected, roundings=1e-5):
 
 def widths(monkeypatch):
     """A list that takes up the shape [B, T] of the tokens of every forward that decoding traces."""
-    seen, hidden = [], jf.model.hidden
+    seen, apply = [], jf.model.apply
 
     def watched(params, tokens, *rest, **given):
         seen.append(tuple(tokens.shape))
-        return hidden(params, tokens, *rest, **given)
+        return apply(params, tokens, *rest, **given)
 
-    monkeypatch.setattr(jf.model, "hidden", watched)
+    monkeypatch.setattr(jf.model, "apply", watched)
     return seen

@@ -9,9 +9,11 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.decode import loop, sampling
+from jaxformer.decode import sampling
 from jaxformer.decode.generate import _generate
-from jaxformer.nn import cache as caches
+from jaxformer.decode.request import Inputs, Request
+from jaxformer.nn import cache as layer_cache
+from jaxformer.nn import cache_spec as caches
 
 SLOTS, WINDOW = 1024, 320
 NAMES = ("llama_gqa", "mistral")
@@ -31,7 +33,7 @@ def step_memory(name, batch, also=lambda before: (), donated=True):
     """Bytes of a layer's cache, and what a compiled step needs; ``also``: what it returns of the cache it was given."""
     cfg, params = long(name)
     cache = jf.init_cache(cfg, batch, SLOTS)
-    step = lambda params, token, cache: (jf.forward(params, token, cfg, cache=cache), also(cache))
+    step = lambda params, token, cache: (jf.forward_cached(params, token, cfg, cache), also(cache))
     run = jax.jit(step, donate_argnums=2 if donated else ())
     memory = run.lower(params, jnp.ones((batch, 1), jnp.int32), cache).compile().memory_analysis()
     return caches.size(cache), memory.alias_size_in_bytes, memory.temp_size_in_bytes
@@ -49,7 +51,7 @@ def test_what_is_not_in_place_is_seen(monkeypatch):
     # To read the old values last, every layer's must be copied first
     layer, _, temporary = step_memory("llama_gqa", 8, lambda before: [x.sum() for x in jax.tree.leaves(before)])
     assert temporary >= layer
-    monkeypatch.setattr(caches, "_write", by_update)
+    monkeypatch.setattr(layer_cache, "_write", by_update)
     layer, _, temporary = step_memory("llama_gqa", 1)
     assert temporary >= layer
 
@@ -82,9 +84,9 @@ def operations(name, batch):
     """On arrays of the cache's shape, in the loop of a generation of 40 tokens."""
     cfg, params = long(name)
     methods, values = sampling.compile_sampling(sampling.GREEDY, batch, cfg.vocab_size)
-    plan = loop.Plan(cfg=cfg, max_new_tokens=40, eos=(3,), pad=0, methods=methods, slots=SLOTS, chunk=16)
-    ids, lengths = jnp.ones((batch, 16), jnp.int32), jnp.full(batch, 3, jnp.int32)
-    text = _generate.lower(params, ids, lengths, jax.random.key(0), values, {}, plan=plan).compile().as_text()
+    request = Request(cfg, max_new_tokens=40, cache_length=SLOTS, eos=(3,), methods=methods)
+    inputs = Inputs(jnp.ones((batch, 16), jnp.int32), jnp.full(batch, 3, jnp.int32), jax.random.key(0), values, {})
+    text = _generate.lower(params, inputs, request=request).compile().as_text()
     sizes = [batch, cfg.n_kv_heads, WINDOW if cfg.window else SLOTS, cfg.head_dim]
     return loop_operations(text, f"f32[{','.join(map(str, sizes))}]")
 
@@ -113,7 +115,7 @@ def by_update(old, new, slot, axis):
 
 @pytest.mark.parametrize(("write", "batch", "operation"), [(by_where, 8, "select"), (by_update, 1, "copy")])
 def test_other_ways_to_write_are_seen(write, batch, operation, monkeypatch):
-    monkeypatch.setattr(caches, "_write", write)
+    monkeypatch.setattr(layer_cache, "_write", write)
     _generate.clear_cache()
     try:
         assert operation in operations("llama_gqa", batch) - IN_PLACE

@@ -14,8 +14,8 @@ from decoding import GREEDY, NEW, PADS, PROMPTS, alone, close, forward, inputs, 
 import jaxformer as jf
 from jaxformer.decode import loop, sampling
 from jaxformer.decode.generate import _generate
-from jaxformer.decode.prompts import bucket
-from jaxformer.nn import cache as caches
+from jaxformer.decode.request import Inputs, Request, bucket
+from jaxformer.nn import cache_spec as caches
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -254,9 +254,9 @@ def largest_constant(lowered) -> int:
 def test_weights_are_arguments():
     cfg, params = model("llama_gqa")
     methods, values = sampling.compile_sampling(GREEDY, 1, cfg.vocab_size)
-    plan = loop.Plan(cfg=cfg, max_new_tokens=3, eos=(), pad=0, methods=methods, slots=16, chunk=16)
-    prompts, rest = jnp.ones((1, 16), jnp.int32), (np.array([4], np.int32), jax.random.key(0), values, {})
+    request = Request(cfg, max_new_tokens=3, cache_length=16, methods=methods)
+    inputs = Inputs(jnp.ones((1, 16), jnp.int32), np.array([4], np.int32), jax.random.key(0), values, {})
     smallest_kernel = cfg.d_model * cfg.n_kv_heads * cfg.head_dim * 4
-    closure = jax.jit(lambda ids: _generate(params, ids, *rest, plan=plan))
-    assert largest_constant(closure.lower(prompts)) >= smallest_kernel, "a weight in the program is seen here"
-    assert largest_constant(_generate.lower(params, prompts, *rest, plan=plan)) < smallest_kernel
+    closure = jax.jit(lambda inputs: _generate(params, inputs, request=request))
+    assert largest_constant(closure.lower(inputs)) >= smallest_kernel, "a weight in the program is seen here"
+    assert largest_constant(_generate.lower(params, inputs, request=request)) < smallest_kernel

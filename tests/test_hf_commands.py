@@ -55,12 +55,12 @@ def test_verify_names_the_first_layer_that_is_off(llama):
     out = command("verify", llama)
     _, tensors, _ = weights.load("llama")
     layers = max(int(name.split(".")[2]) for name in tensors if ".layers." in name) + 1
-    assert all(f"decoder layer {i} " in out for i in range(layers)) and out.split("first past 0.0002")[1].strip() == "none"
+    assert all(f"decoder layer {i} " in out for i in range(layers)) and out.split("first above 0.0002")[1].strip() == "none"
     last = f"model.layers.{layers - 1}.mlp.up_proj.weight"
     published.folder(llama, "llama", tensors=tensors | {last: tensors[last] * 1.01})
     out = command("verify", llama, fails=True)
-    assert out.split("first past 0.0002")[1].strip() == f"decoder layer {layers - 1}"
-    assert out.index("past the tolerance") > out.index(f"decoder layer {layers - 1}"), "layers before it are as they were"
+    assert out.split("first above 0.0002")[1].strip() == f"decoder layer {layers - 1}"
+    assert out.index("above the tolerance") > out.index(f"decoder layer {layers - 1}"), "layers before it are as they were"
 
 
 def test_verify_as_a_table(llama):

@@ -113,7 +113,7 @@ GENERATION = [
     (LLAMA, T, {"pad": 1.5}, "pad"),
     (LLAMA, T, {"pad": None}, "pad"),
     (LLAMA, T, {"sampling": jf.Sampling(temperature=1.0)}, "sampling needs key="),
-    (LLAMA, T, {"sampling": [jf.Sampling(temperature=0.0)] * 3}, "a list of 2, one a row"),
+    (LLAMA, T, {"sampling": [jf.Sampling(temperature=0.0)] * 3}, "a list of 2, one per row"),
     (LLAMA, T, {"sampling": None}, "sampling must be a Sampling"),
     (LLAMA, T, {"sampling": jf.Sampling(banned=(67,)), "key": 0}, "banned id 67 is outside the vocabulary of 67"),
     (LLAMA, T, {"sampling": jf.Sampling(), "key": 0}, "key"),

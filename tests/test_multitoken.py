@@ -13,7 +13,7 @@ import tiny
 
 import jaxformer as jf
 from jaxformer.nn import block, mtp, norm
-from jaxformer.nn import cache as caches
+from jaxformer.nn import cache_spec as caches
 from jaxformer.training.objective import NextToken
 from tests.states import initial, update
 
@@ -37,8 +37,8 @@ def test_the_block_is_what_the_paper_says():
     embedded = params["embedding"]["token"][tokens[:, 1:]]
     both = jnp.concatenate([norm.apply(own["token_norm"], embedded, cfg), norm.apply(own["hidden_norm"], hidden, cfg)], -1)
     x = both @ jnp.concatenate([own["join_token"], own["join_hidden"]])
-    expected = norm.apply(own["norm"], block.apply(own["layer"], x, cfg.layers[-1]), cfg)
-    found = jf.model.after_next(params, hidden, tokens[:, 1:], cfg)
+    expected = norm.apply(own["norm"], block.apply(own["layer"], x, cfg.layers[-1]).x_BTD, cfg)
+    found = jf.model.after_next(params, hidden, tokens[:, 1:], cfg).hidden
     np.testing.assert_allclose(found, expected, atol=1e-4)  # sums in another order, of values up to 10
     with pytest.raises(ValueError, match="mtp=False"):
         jf.model.after_next(params, hidden, tokens[:, 1:], tiny.PRESETS["llama_gqa"])
@@ -49,10 +49,10 @@ def test_with_a_cache_it_is_the_same(name):
     cfg, params = model(name)
     tokens = tiny.tokens(cfg)
     hidden = hidden_of(params, tokens[:, :-1], cfg)
-    whole = np.asarray(after_next(params, hidden, tokens[:, 1:], cfg))
+    whole = np.asarray(after_next(params, hidden, tokens[:, 1:], cfg).hidden)
     cache, out = jf.init_cache(mtp.config(cfg), 2, 16), []
     for start, stop in ((0, 3), (3, 4), (4, 8)):
-        piece, cache = after_next(params, hidden[:, start:stop], tokens[:, 1:][:, start:stop], cfg, cache=cache)
+        piece, cache, _ = after_next(params, hidden[:, start:stop], tokens[:, 1:][:, start:stop], cfg, cache=cache)
         out.append(piece)
     np.testing.assert_allclose(np.concatenate(out, 1), whole, atol=1e-4)
     assert caches.size(cache) < caches.size(jf.init_cache(cfg, 2, 16)), "one layer"
@@ -73,7 +73,8 @@ def test_its_loss_by_hand():
     nll = NextToken(plain)(without, data)[0]
 
     hidden = jf.hidden(params, data["tokens"], cfg, segments=segments)
-    logits = jf.model.head(params, jf.model.after_next(params, hidden, tokens[:, 1:], cfg, segments=segments), cfg)
+    later = jf.model.after_next(params, hidden, tokens[:, 1:], cfg, segments=segments).hidden
+    logits = jf.model.head(params, later, cfg)
     counts = [
         (row, at)
         for row in range(2)
@@ -151,8 +152,8 @@ def test_samples_have_the_distribution_of_plain_sampling():
 
 def test_its_experts_are_balanced_with_the_others():
     cfg, params = model("deepseek")
-    experts = dataclasses.replace(cfg.experts, layers=(2,), balance_rate=0.01, balance_loss=0.1)
-    cfg = dataclasses.replace(cfg, experts=experts)
+    experts = dataclasses.replace(cfg.experts, layers=(2,))
+    cfg = dataclasses.replace(cfg, experts=experts, balance_rate=0.01, balance_loss=0.1)
     params, data = tiny.drawn(cfg), tiny.batch(cfg, 4)
     sums = jax.jit(NextToken(cfg))(params, data)[1]
     assert sums["load"].shape == (2, 4), "one layer of the decoder, and the block"

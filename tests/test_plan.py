@@ -388,6 +388,8 @@ def test_windows_and_experts_count_what_is_met():
     moe = jf.presets.mixtral_8x7b()
     active = jf.spec.active(jf.model.spec(moe), moe) - moe.vocab_size * moe.d_model  # the input's table multiplies nothing
     assert model_flops.decoding(moe, 1, 1).weights == 2 * active
+    recurrent = hybrid.cfg  # two of its eight layers have attention: 4 heads of width 16
+    assert model_flops.prefill(recurrent, 1, 16).attention == 2 * 4 * 4 * 16 * 16 * 16 / 2
 
 
 def test_what_is_kept_for_the_backward_pass():

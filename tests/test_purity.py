@@ -37,7 +37,9 @@ def equal(a, b):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_forward_changes_neither_parameters_nor_cache(name):
-    cfg = dataclasses.replace(CONFIGS[name], n_layers=2, experts=jf.Experts()) if name != "hybrid" else CONFIGS[name]
+    cfg = CONFIGS[name]
+    if name != "hybrid":  # one layer shows it, and what is not compiled is slow
+        cfg = dataclasses.replace(cfg, n_layers=1, encoder_layers=min(cfg.encoder_layers, 1))
     params, ids, given = tiny.drawn(cfg), tiny.tokens(cfg, 2, 5), tiny.inputs(cfg)
     empty = jf.init_cache(cfg, 2, 8)
     given_before, empty_before, params_before = copied(given), copied(empty), copied(params)

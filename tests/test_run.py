@@ -93,7 +93,7 @@ def test_a_prompt_without_ids_is_refused_before_training(main, text, tmp_path, q
 
 
 def test_a_batch_that_does_not_fit_the_devices_is_refused_before_anything_is_written(main, text, tmp_path):
-    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 8 devices.*the nearest is 16"):
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 8 devices; the nearest is 16"):
         main(config(tmp_path / "run", text, {"microbatches": 2}, batch_size=12))
     assert not (tmp_path / "run").exists()
 
@@ -117,6 +117,48 @@ def test_no_validation_data_is_refused_before_training_or_no_matter(main, text, 
         assert not list(records(directory / "metrics.jsonl"))
     else:
         assert jf.load(directory)
+
+
+# What is not the library's
+
+
+def contrastive_config(directory, steps, **train):
+    options = {"objective": "example_training:contrastive", "eval_every": 2, "log_every": 1, "sample_tokens": 0} | train
+    return jf.Config(
+        model=jf.ModelConfig(vocab_size=3, d_model=16, n_layers=1, n_heads=2, causal=False, has_head=False),
+        data=jf.DataConfig(task="example_training:Pairs", tokenizer="byte", length=8, batch_size=8),
+        optim=jf.OptimConfig(schedule="constant", warmup_steps=0),
+        train=jf.TrainConfig(steps=steps, **options),
+        run_dir=str(directory),
+    )
+
+
+def test_an_objective_and_data_of_ones_own_train_and_continue_exactly(main, tmp_path, quick_compilation):
+    for directory, steps in (("whole", 4), ("stopped", 2), ("stopped", 4)):
+        main(contrastive_config(tmp_path / directory, steps))
+    loaded = [jf.load(tmp_path / directory)[1] for directory in ("whole", "stopped")]
+    jax.tree.map(np.testing.assert_array_equal, *loaded)
+    fresh = run.initial_state(run.read_run(tmp_path / "whole")).params
+    assert max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (loaded[0], fresh)), strict=True)) > 1e-3
+    found = [record for record in records(tmp_path / "whole" / "metrics.jsonl") if record["step"] == 4]
+    assert [record.keys() - {"tokens_per_second"} for record in found] == [
+        {"step", "kind", "loss", "weight", "grad_norm", "lr"},
+        {"step", "kind", "loss"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("next_tokem", r"unknown train.objective 'next_tokem'; did you mean 'next_token'\? \(or give 'package.module:name'\)"),
+        ("example_training:contrastiv", "has no 'contrastiv'; did you mean 'contrastive'"),
+        ("example_training:no_objective", r"made 'nothing', not a function \(params, batch, rng\)"),
+    ],
+)
+def test_an_objective_that_is_none_is_refused_before_anything_is_written(name, message, main, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main(contrastive_config(tmp_path / "run", 2, objective=name))
+    assert not (tmp_path / "run").exists()
 
 
 # Directories

@@ -9,14 +9,14 @@ import pytest
 import sampling_by_hand as by_hand
 
 import jaxformer as jf
-from jaxformer.decode import sampling
+from jaxformer.decode import choose, sampling
 
 P = np.array([0.5, 0.3, 0.15, 0.05])
 V = 12
 EOS = (2, 7)
 
-leading = jax.jit(sampling.leading)
-shape = jax.jit(sampling.shape, static_argnames=("methods", "eos"))
+leading = jax.jit(choose.leading)
+shape = jax.jit(choose.shape, static_argnames=("methods", "eos"))
 
 
 # The one function that top-k, top-p and typical sampling share
@@ -143,7 +143,7 @@ def situations(rows):
 
 def history(prompts, generated):
     seen = [[token in row for token in range(V)] for row in prompts]
-    return sampling.History(np.array(seen), np.array([[row.count(token) for token in range(V)] for row in generated]))
+    return choose.History(np.array(seen), np.array([[row.count(token) for token in range(V)] for row in generated]))
 
 
 def compare(each):
@@ -183,7 +183,7 @@ def test_a_greedy_row_keeps_the_lowest_id_among_equals_and_an_all_greedy_batch_t
     np.testing.assert_array_equal(mixed[0] > -np.inf, [False, True, False, False])
     methods, _ = sampling.compile_sampling(jf.Sampling(temperature=0, top_k=2, top_p=0.3), 2, 4)
     assert methods.greedy and not methods.names, "what changes no greedy token compiles nothing"
-    np.testing.assert_array_equal(sampling.choose(logits, methods, None), [1, 0])
+    np.testing.assert_array_equal(choose.choose(logits, methods, None), [1, 0])
 
 
 def test_the_smallest_temperatures_take_the_most_probable():

@@ -10,7 +10,7 @@ import pytest
 import sampling_by_hand as by_hand
 
 import jaxformer as jf
-from jaxformer.decode import sampling
+from jaxformer.decode import choose, sampling
 
 V, DRAWS, LEVEL = 16, 100_000, 1e-6
 LOGITS = (1.2 * np.random.default_rng(0).standard_normal(V)).astype(np.float32)
@@ -79,16 +79,16 @@ def counts():
     each = [jf.Sampling(**fields) for fields in METHODS.values()]
     methods, values = sampling.compile_sampling(each, len(each), V)
     row = lambda x: np.tile(x, (len(each), 1))
-    seen = sampling.History(row(np.isin(np.arange(V), PROMPT)), row(np.bincount(GENERATED, minlength=V)))
+    seen = choose.History(row(np.isin(np.arange(V), PROMPT)), row(np.bincount(GENERATED, minlength=V)))
 
     @jax.jit
     def draw(values, seen):
         new = jnp.full(len(each), len(GENERATED))
-        shaped = sampling.shape(jnp.asarray(row(LOGITS)), methods, values, seen, new, EOS)
+        shaped = choose.shape(jnp.asarray(row(LOGITS)), methods, values, seen, new, EOS)
         keys = jax.random.split(jax.random.key(0), (len(each), DRAWS))
 
         def count(shaped, keys):
-            drawn = sampling.choose(jnp.broadcast_to(shaped, (DRAWS, V)), methods, keys)
+            drawn = choose.choose(jnp.broadcast_to(shaped, (DRAWS, V)), methods, keys)
             return (drawn[:, None] == jnp.arange(V)).sum(0)
 
         return jax.lax.map(lambda x: count(*x), (shaped, keys))
@@ -110,7 +110,7 @@ def test_a_draw_is_the_keys_alone():
     """The same keys draw the same, whatever rows stand beside; other keys draw otherwise."""
     methods, _ = sampling.compile_sampling(jf.Sampling(), 1, V)
     keys = jax.random.split(jax.random.key(1), 64)
-    draw = jax.jit(lambda logits, keys: sampling.choose(logits, methods, keys))
+    draw = jax.jit(lambda logits, keys: choose.choose(logits, methods, keys))
     logits = np.tile(LOGITS, (64, 1))
     first, turned = draw(logits, keys), draw(logits, keys[::-1])
     np.testing.assert_array_equal(turned[::-1], first)

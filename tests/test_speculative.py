@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.decode import speculative
-from jaxformer.decode.speculative import Guessing
+from jaxformer.decode import propose
+from jaxformer.decode.drafts import PromptLookup
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPTS = [[5, 9, 11], [7, 3, 20, 41, 13, 8, 30, 7, 3, 20]]
@@ -122,7 +122,7 @@ def test_up_to_the_last_row_of_a_learned_table():
 )
 def test_what_look_up_guesses(text, ngram, guesses, offered):
     padded = jnp.array([text + [0] * (10 - len(text))])
-    found, count = speculative._look_up(padded, jnp.array([len(text)]), Guessing(3, ngram=ngram))
+    found, count = propose.look_up(padded, jnp.array([len(text)]), PromptLookup(3, ngram=ngram))
     assert int(count[0]) == offered
     assert [int(f) if g is not None else None for f, g in zip(found[0], guesses, strict=True)] == guesses
 

@@ -147,6 +147,29 @@ def test_end_tokens_end_a_row_and_are_no_text():
     assert texts[0] == made.decode(tokens[0][:at])
 
 
+def test_padded_prompts_are_the_lists():
+    cfg, params, made = model()
+    prompts = [made.encode("def"), made.encode("return x")]
+    width = max(map(len, prompts))
+    padded = np.array([[5] * (width - len(row)) + row for row in prompts])
+    valid = np.arange(width)[::-1] < np.array([len(row) for row in prompts])[:, None]
+    expected = gathered(jf.stream(params, prompts, cfg, made, max_new_tokens=12), 2)
+    assert gathered(jf.stream(params, padded, cfg, made, max_new_tokens=12), 2) != expected, "padding would be seen"
+    assert gathered(jf.stream(params, padded, cfg, made, max_new_tokens=12, valid=valid), 2) == expected
+
+
+def test_a_listener_is_heard_where_the_stream_is_read_and_forgotten_after():
+    """Before and after it, the same calls give what the model says, and the listener's programs are not used again."""
+    cfg, params, made = model()
+    read = lambda: gathered(jf.stream(params, [made.encode("def")], cfg, made, max_new_tokens=8, block=3), 1)
+    plain = read()
+    with jf.listen({"decoder.1.mlp.out": lambda x: -3 * x}):
+        patched = read()
+    assert patched != plain == read()
+    with jf.listen({"decoder.1.mlp.out": lambda x: -3 * x}):
+        assert read() == patched
+
+
 def test_wrong_input_is_refused_before_the_first_piece():
     cfg, params, made = model()
     for stop in ([""], "END"):

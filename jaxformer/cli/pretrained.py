@@ -9,8 +9,8 @@ import jax
 
 from jaxformer import hf
 from jaxformer.config import Execution, ModelConfig
-from jaxformer.hf.fields import read_json
-from jaxformer.hf.hub import GENERATION, carry, locate
+from jaxformer.hf.config_reader import read_json
+from jaxformer.hf.hub import GENERATION, copy_generation_config, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -72,7 +72,7 @@ def write_run(directory: Path, config: run.Config, tok: Any) -> None:
         where, begins = config.init.folder, not (directory / "config.json").exists()
         run.write_run(directory, config, tok)
         if where is not None and begins:
-            carry(locate(where, config.init.revision), directory)
+            copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")
 
 

@@ -1,7 +1,8 @@
 """Text from a trained model: ``python -m jaxformer.sample RUN "prompt"``. ``--help`` explains every option.
 
-A prompt is continued, as it comes; ``--interactive`` asks for one after another; ``--file`` takes one a line, in batches, and
-gives JSON lines. An encoder–decoder translates what it is given. ``--chat`` answers, where the model has a chat template.
+A prompt is continued, and the text is shown as it is generated. ``--interactive`` asks for one prompt after another; ``--file``
+reads one prompt per line, in batches, and writes JSON lines. An encoder–decoder translates its prompts. With ``--chat``, a
+model that has a chat template answers.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jaxformer.nn import model
 
 DEFAULT = Sampling(temperature=0.8)
 Prompt = str | list[dict[str, str]]
-"""Text, or with --chat a conversation too: its messages, the last a user's."""
+"""Text; with --chat, also the messages of a conversation, the last of which is the user's."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +40,30 @@ class Options(Strict):
     run: tyro.conf.Positional[Path]
     """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
     prompt: tyro.conf.Positional[str | None] = None
-    """What to continue, or to translate; standard input unless given."""
+    """The text to continue, or to translate; read from standard input if there is none."""
     interactive: bool = False
     """Ask for one prompt after another; Ctrl-D ends."""
     file: Path | None = None
-    """A file with a prompt a line."""
+    """A file with one prompt per line."""
     chat: bool = False
     """A prompt is what a user says, and only the answer is shown. With --interactive the conversation goes on; an empty line
     begins another."""
     out: Path | None = None
-    """Where the JSON lines of --file go, standard output unless given. What an interrupted call wrote is gone on from."""
+    """Where to write the JSON lines of --file; standard output by default. An interrupted command, given again, continues."""
     n: int = 1
-    """Outputs a prompt."""
+    """Outputs per prompt."""
     max_new_tokens: int = 200
-    """Tokens in an output, at most."""
+    """Most tokens in an output."""
     stop: tuple[str, ...] = ()
     """Texts that end an output."""
     batch_size: int = 8
     """Prompts of --file at a time."""
     num_beams: int | None = None
-    """Beam search with so many hypotheses; 0: sampling. 4 for an encoder–decoder unless given, else 0."""
+    """Hypotheses of beam search; 0: sampling. By default 4 for an encoder–decoder, else 0."""
     length_penalty: float = 1.0
     """Beam search: above 0 favours longer outputs."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed of the random draws."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How tokens are chosen."""
 
@@ -81,7 +82,7 @@ class Options(Strict):
 
 
 class Writer:
-    """A loaded model, and what it makes of prompts."""
+    """A loaded model that turns prompts into outputs."""
 
     def __init__(self, options: Options):
         self.cfg, params, self.tok = pretrained.load(options.run)
@@ -89,7 +90,7 @@ class Writer:
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
         self.asked = 0
-        """Prompts so far: what is drawn for the next depends on it."""
+        """Prompts so far: the random draws for the next ones depend on it."""
         if self._beams and (options.sampling != DEFAULT or options.stop):
             raise ValueError("beam search draws nothing and knows no --stop; give --num-beams 0 for options of sampling")
         if self._beams and options.n > self._beams:
@@ -99,47 +100,48 @@ class Writer:
         """``(row, text, why it ended or "", tokens)`` as they come; row r·n + i is output i of prompt r."""
         options, tok = self.options, self.tok
         ids = [self.encode(prompt) for prompt in prompts]
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.cfg.encoder_layers:
             width = max(map(len, ids))
             source = np.array([row + [max(tok.pad_id, 0)] * (width - len(row)) for row in ids])
-            given = {"source": source, "source_valid": np.arange(width) < np.array([len(row) for row in ids])[:, None]}
-        starts = None if given else ids
+            arguments = {"source": source, "source_valid": np.arange(width) < np.array([len(row) for row in ids])[:, None]}
+        starts = None if arguments else ids
         if self._beams:
-            yield from self._searched(starts, given)
+            yield from self._searched(starts, arguments)
             return
         key = jax.random.fold_in(jax.random.key(options.seed), self.asked)
         self.asked += len(prompts)  # the next prompts draw anew
-        given |= {"sampling": options.sampling, "key": key, "num_return": options.n, "stop": options.stop, "eos": self._eos}
-        for piece in stream(self._params, starts, self.cfg, tok, max_new_tokens=options.max_new_tokens, **given):
+        arguments |= {"sampling": options.sampling, "key": key, "num_return": options.n}
+        arguments |= {"max_new_tokens": options.max_new_tokens, "stop": options.stop, "eos": self._eos}
+        for piece in stream(self._params, starts, self.cfg, tok, **arguments):
             yield piece.row, piece.text, piece.finish, len(piece.tokens)
 
     def outputs(self, prompts: Sequence[Prompt]) -> list[list[dict[str, Any]]]:
-        """For each prompt, n whole outputs: text, finish, tokens."""
-        found = [[{"text": "", "finish": "", "tokens": 0} for _ in range(self.options.n)] for _ in prompts]
+        """For each prompt, n complete outputs: text, finish, tokens."""
+        outputs = [[{"text": "", "finish": "", "tokens": 0} for _ in range(self.options.n)] for _ in prompts]
         for row, text, finish, tokens in self.pieces(prompts):
-            one: dict[str, Any] = found[row // self.options.n][row % self.options.n]
-            one.update(text=one["text"] + text, finish=finish, tokens=one["tokens"] + tokens)
-        return found
+            output: dict[str, Any] = outputs[row // self.options.n][row % self.options.n]
+            output.update(text=output["text"] + text, finish=finish, tokens=output["tokens"] + tokens)
+        return outputs
 
     def settings(self) -> str:
-        """A short hash of all that outputs depend on, besides the prompt: the run and the options."""
+        """A short hash of everything but the prompt that outputs depend on: the run and the options."""
         options = dataclasses.replace(self.options, run=self.options.run.resolve(), file=None, out=None)
         return hashlib.sha256(repr(options).encode()).hexdigest()[:12]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The tokens to go on from. Raises ValueError for a prompt that cannot be had."""
+        """The tokens to continue. Raises ValueError for a prompt that cannot be encoded."""
         if self.options.chat:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             return self.tok.encode_chat(messages, add_generation_prompt=True)
         ids = self.tok.encode_prompt(prompt)
         return ids or [next(i for i in (self.tok.bos_id, self.tok.eos_id, self.tok.pad_id, 0) if i >= 0)]
 
-    def _searched(self, ids: list[list[int]] | None, given: dict) -> Iterator[tuple[int, str, str, int]]:
+    def _searched(self, ids: list[list[int]] | None, arguments: dict) -> Iterator[tuple[int, str, str, int]]:
         options, tok = self.options, self.tok
-        given |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
-        given |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
-        out = beam_search(self._params, ids, self.cfg, **given)
+        arguments |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
+        arguments |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        out = beam_search(self._params, ids, self.cfg, **arguments)
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
             ended = line[length - 1] in self._eos
@@ -148,7 +150,8 @@ class Writer:
 
 
 def show(writer: Writer, prompt: Prompt) -> str:
-    """Writes what comes of one prompt to standard output: one as it comes, several one after another. Returns the one."""
+    """Writes the outputs of one prompt to standard output: a single one as it is generated, several one after another. Returns
+    the text of a single one."""
     before = "" if writer.cfg.encoder_layers or writer.options.chat else prompt
     if writer.options.n == 1:
         print(before, end="", flush=True)
@@ -158,9 +161,9 @@ def show(writer: Writer, prompt: Prompt) -> str:
             pieces.append(text)
         print()
         return "".join(pieces)
-    for number, one in enumerate(writer.outputs([prompt])[0], start=1):
-        print(f"--- {number} of {writer.options.n} ({one['finish']})")
-        print(f"{before}{one['text']}")
+    for number, output in enumerate(writer.outputs([prompt])[0], start=1):
+        print(f"--- {number} of {writer.options.n} ({output['finish']})")
+        print(f"{before}{output['text']}")
     return ""
 
 
@@ -180,14 +183,14 @@ def ask(writer: Writer) -> None:
         try:
             answer = show(writer, asked if writer.options.chat else prompt)
             said = [*asked, {"role": "assistant", "content": answer}]
-        except ValueError as error:  # this prompt cannot be had; the next may
+        except ValueError as error:  # this prompt cannot be encoded; the next may be
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print(" (stopped)")
 
 
 def write_all(writer: Writer) -> None:
-    """Every prompt of the file, in batches: JSON lines with prompt and outputs."""
+    """Writes JSON lines with prompt and outputs for every prompt of the file, in batches."""
     from rich.console import Console
     from rich.progress import track
 
@@ -195,10 +198,10 @@ def write_all(writer: Writer) -> None:
     assert options.file is not None
     prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
     if not any(prompts):
-        raise ValueError(f"{options.file} is empty: it needs a prompt a line")
+        raise ValueError(f"{options.file} is empty: it needs one prompt per line")
     for number, prompt in enumerate(prompts, start=1):
         try:
-            writer.encode(prompt)  # what cannot be had is said now, not after an hour
+            writer.encode(prompt)  # a prompt that cannot be encoded is reported now, not after an hour
         except ValueError as error:
             raise ValueError(f"{options.file}, line {number}: {error}") from error
     settings = writer.settings()
@@ -217,35 +220,35 @@ def write_all(writer: Writer) -> None:
             for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
                 line = {"prompt": prompt, "outputs": outputs, "settings": settings}
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
-                tokens += sum(one["tokens"] for one in outputs)
+                tokens += sum(output["tokens"] for output in outputs)
             out.flush()
     finally:
         if out is not sys.stdout:
             out.close()
     seconds = time.perf_counter() - began
-    rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} a second"
+    rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second"
     console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
 
 
 def _written(out: Path | None, prompts: list[str], settings: str) -> int:
-    """How many of the prompts are in ``out`` already; a last line that broke off is taken away."""
+    """How many of the prompts are in ``out`` already; an incomplete last line is removed."""
     if out is None or not out.exists():
         return 0
     content = out.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.split(b"\n")[:-1]
+    complete = content[: content.rfind(b"\n") + 1]
+    lines = complete.split(b"\n")[:-1]
     for number, line in enumerate(lines):
         try:
-            found = json.loads(line)
-            known, with_ = found["prompt"], found["settings"]
+            entry = json.loads(line)
+            prompt, made_with = entry["prompt"], entry["settings"]
         except (ValueError, KeyError, TypeError):
-            known = with_ = None
-        if number >= len(prompts) or known != prompts[number]:
+            prompt = made_with = None
+        if number >= len(prompts) or prompt != prompts[number]:
             raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
-        if with_ != settings:
+        if made_with != settings:
             raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
-    if whole != content:
-        out.write_bytes(whole)
+    if complete != content:
+        out.write_bytes(complete)
     return len(lines)
 
 
@@ -256,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
         args=arguments,
         prog="python -m jaxformer.sample",
         description=__doc__,
-        config=(tyro.conf.SuppressFixed,),  # the user's own function is no option
+        config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
     writer = Writer(options)
     if options.file is not None:
@@ -268,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def launch() -> None:
-    """The program: exits with a line that says what was wrong, where something was."""
+    """The program: an error ends it with one line that says what was wrong."""
     try:
         main()
     except (ValueError, FileNotFoundError, FloatingPointError) as error:

@@ -1,5 +1,6 @@
 """What a model costs, before it runs: ``explain`` traces its forward, ``python -m jaxformer.plan`` its programs on devices."""
 
-from jaxformer.cost.explanation import Explanation, Kept, Row, explain
+from jaxformer.cost.explanation import Explanation, Kept, explain
+from jaxformer.cost.trace import Step
 
-__all__ = ["Explanation", "Kept", "Row", "explain"]
+__all__ = ["Explanation", "Kept", "Step", "explain"]

@@ -179,8 +179,8 @@ def plan_command(arguments: list[str]) -> Plan:
 
 def parse_plan(arguments: list[str]) -> tuple[PlanOptions, tuple[str, ...]]:
     """The options, and what was assumed where they say nothing."""
-    given = re.search(r"--topology[ =](\S+)", " ".join(arguments))
-    count = topology.parse(given[1]).count if given else 1
+    chips = re.search(r"--topology[ =](\S+)", " ".join(arguments))
+    count = topology.parse(chips[1]).count if chips else 1
     on_mesh = any(re.match(rf"--mesh\.({'|'.join(AXES)})\b", word) for word in arguments)
     stated: list[str] = []
 

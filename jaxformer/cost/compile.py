@@ -92,8 +92,8 @@ def _work(
     """The plan's fields of FLOPs, traffic, collectives and time."""
     chip, work, used = topology.chip, reading.work, reading.collectives or []
     tokens, flops = program.tokens / topology.count, program.flops.total / topology.count
-    network = sum(one.times * one.seconds for one in used)
-    exposed = sum(one.times * one.seconds for one in used if not one.hidden)
+    network = sum(collective.times * collective.seconds for collective in used)
+    exposed = sum(collective.times * collective.seconds for collective in used if not collective.hidden)
     if work is None:
         analysis = executable.cost_analysis() if executable is not None else None
         if not analysis:
@@ -125,16 +125,16 @@ def _work(
 
 def _sums(used: list[hlo.Collective]) -> tuple[CollectiveSum, ...]:
     kinds: dict[str, list[hlo.Collective]] = defaultdict(list)
-    for one in used:
-        kinds[one.kind].append(one)
+    for collective in used:
+        kinds[collective.kind].append(collective)
     return tuple(
         CollectiveSum(
             kind=kind,
-            count=len(ones),
-            runs=sum(one.times for one in ones),
-            bytes=int(sum(one.times * one.bytes for one in ones)),
-            seconds=sum(one.times * one.seconds for one in ones),
-            overlapped_runs=sum(one.times for one in ones if one.hidden),
+            count=len(group),
+            runs=sum(collective.times for collective in group),
+            bytes=int(sum(collective.times * collective.bytes for collective in group)),
+            seconds=sum(collective.times * collective.seconds for collective in group),
+            overlapped_runs=sum(collective.times for collective in group if collective.hidden),
         )
-        for kind, ones in sorted(kinds.items())
+        for kind, group in sorted(kinds.items())
     )

@@ -35,12 +35,12 @@ def device_shape(letters: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh 
 def spread(spec: Any, cfg: ModelConfig, mesh: Mesh | AbstractMesh, rules: Rules = PARAMETERS, dtype: str | None = None) -> Any:
     """The tree of ``Param`` as shapes with dtypes (``dtype`` unless a parameter has its own) and shardings."""
 
-    def one(param: Param) -> jax.ShapeDtypeStruct:
+    def sharded(param: Param) -> jax.ShapeDtypeStruct:
         shape = param.shape(cfg)
         sharding = NamedSharding(mesh, partition_spec(param.dims, shape, rules, mesh))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(param.dtype or dtype or cfg.param_dtype), sharding=sharding)
 
-    return jax.tree.map(one, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
+    return jax.tree.map(sharded, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
 def device_bytes(tree: Any) -> int:

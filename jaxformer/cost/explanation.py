@@ -26,27 +26,6 @@ size."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A step of the forward: a product, or a named activation. Bytes and FLOPs are those of one layer."""
-
-    name: str
-    formula: str
-    """The einsum; empty for a named activation, which results from elementwise operations."""
-    letters: str
-    shape: tuple[int, ...]
-    device_shape: tuple[int, ...]
-    """The shape on one device, by the table ``sharding.ACTIVATIONS``. Named activations are constrained to it; where XLA leaves
-    the result of a product is its own choice."""
-    dtype: str
-    bytes: int
-    flops: int
-    times: int
-    """How many layers do it."""
-    share: float
-    """The share of all FLOPs that this step has in all ``times`` layers."""
-
-
-@dataclass(frozen=True)
 class Kept:
     """What each layer of one kind caches while decoding: per token, or per row what does not grow with its tokens."""
 
@@ -72,7 +51,7 @@ class Explanation:
     """What ``explain`` returns. ``str`` gives plain tables, ``markdown()`` tables for documents."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[Step, ...]
     devices: int | None
     """None without a mesh."""
     parameters: int
@@ -118,7 +97,7 @@ class Explanation:
         faint = [not row.formula for row in self.rows]
         return [self.title, Table(columns, list(map(self._cells, self.rows)), faint), Table(("", ""), self._totals())]
 
-    def _cells(self, row: Row) -> tuple[str, ...]:
+    def _cells(self, row: Step) -> tuple[str, ...]:
         shapes = [row.shape] if self.devices is None else [row.shape, row.device_shape]
         flops = [scaled(row.flops), f"{row.share:.1%}"] if row.formula else ["", ""]
         times = f"×{row.times}" if row.times > 1 else ""
@@ -183,7 +162,7 @@ def explain(cfg: ModelConfig, batch: int, length: int, mesh: AnyMesh | None = No
     sides = {"B": batch, "T": length} | {name: devices.shape[name] for name in AXES if devices.shape[name] > 1}
     return Explanation(
         title=" · ".join(f"{name} {number:,}" for name, number in sides.items()),
-        rows=tuple(_row(step, total, devices) for step in forward),
+        rows=tuple(_on_devices(step, total, devices) for step in forward),
         devices=None if mesh is None else devices.size,
         parameters=specs.count(spec, cfg),
         active_parameters=specs.active(spec, cfg),
@@ -197,11 +176,9 @@ def explain(cfg: ModelConfig, batch: int, length: int, mesh: AnyMesh | None = No
     )
 
 
-def _row(step: Step, total: int, devices: AbstractMesh) -> Row:
+def _on_devices(step: Step, total: int, devices: AbstractMesh) -> Step:
     local = device_shape(step.letters, step.shape, ACTIVATIONS, devices) if step.letters else step.shape
-    share = step.flops * step.times / total if total else 0.0
-    size = math.prod(step.shape) * jnp.dtype(step.dtype).itemsize
-    return Row(step.name, step.formula, step.letters, step.shape, local, step.dtype, size, step.flops, step.times, share)
+    return dataclasses.replace(step, share=step.flops * step.times / total if total else 0.0, device_shape=local)
 
 
 def _kept(name: str, layer: ModelConfig, layers: int) -> list[Kept]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
+from jaxformer.nn.cache_spec import can_decode, layer_spec
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,10 @@ def _multiplying(cfg: ModelConfig, stack: str) -> int:
 
 
 def _per_pair(layer: ModelConfig) -> float:
-    """FLOPs per pair of a query and a key, in all heads: scores and mix."""
+    """FLOPs per pair of a query and a key, in all heads: scores and mix. A recurrence, which caches nothing per token, has no
+    pairs; what it does to its state is left out."""
+    if can_decode(layer) and not any("S" in param.dims for param in layer_spec(layer).values()):
+        return 0.0
     if layer.attention == "latent":
         return 2.0 * layer.n_heads * (layer.head_dim + layer.latent.rope_dim + layer.latent.value_dim)
     return 4.0 * layer.n_heads * layer.head_dim

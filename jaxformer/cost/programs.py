@@ -17,6 +17,7 @@ from jaxformer.cost.device import device_shape, spread
 from jaxformer.cost.model_flops import ModelFlops
 from jaxformer.data.config import TASKS
 from jaxformer.decode import loop
+from jaxformer.decode.request import Inputs, Request
 from jaxformer.decode.sampling import GREEDY, compile_sampling
 from jaxformer.nn import block, cache_spec, model
 from jaxformer.nn.named import watch
@@ -96,7 +97,7 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
     cfg = dataclasses.replace(config.model, param_dtype=config.model.execution.dtype)
     rows, length = config.data.batch_size, config.data.length
     methods, values = compile_sampling(GREEDY, rows, cfg.vocab_size)
-    plan = loop.Plan(cfg, length, (), 0, methods, slots=length, chunk=min(CHUNK, length))
+    request = Request(cfg, length, cache_length=length, methods=methods, prefill_chunk=min(CHUNK, length))
     everywhere = NamedSharding(mesh, PartitionSpec())
     on_rows = lambda shape: NamedSharding(mesh, partition_spec("BT"[: len(shape)], shape, ACTIVATIONS, mesh))
     prompts, lengths = (jax.ShapeDtypeStruct(x, jnp.int32, sharding=on_rows(x)) for x in ((rows, length), (rows,)))
@@ -104,10 +105,10 @@ def generation(config: run.Config, mesh: Mesh) -> list[Program]:
     params = _unstacked(cfg, mesh)
 
     def read(params, prompts, lengths, key):
-        return loop.start(params, prompts, lengths, key, values, plan)
+        return loop.start(params, Inputs(prompts, lengths, key, values, {}), request)
 
     def step(params, state):
-        return loop.block(params, state, values, plan, loop.BLOCK)
+        return loop.block(params, state, values, request, loop.BLOCK)
 
     state, emitted = jax.eval_shape(read, params, prompts, lengths, key)
     row = lambda x: on_rows(x.shape[:1])

@@ -56,12 +56,12 @@ Report = list[str | Table]
 
 def text(report: Report) -> str:
     """A report as plain text, its tables between empty lines."""
-    return "\n\n".join(part.text() if isinstance(part, Table) else part for part in report)
+    return "\n\n".join(section.text() if isinstance(section, Table) else section for section in report)
 
 
 def markdown(report: Report) -> str:
     """A report as Markdown."""
-    return "\n\n".join(part.markdown() if isinstance(part, Table) else part for part in report)
+    return "\n\n".join(section.markdown() if isinstance(section, Table) else section for section in report)
 
 
 def show(report: Report) -> None:
@@ -70,5 +70,5 @@ def show(report: Report) -> None:
     if not console.is_terminal:
         print(text(report))
         return
-    for number, part in enumerate(report):
-        console.print(*[""] * (number > 0), part.rich() if isinstance(part, Table) else part, sep="\n")
+    for number, section in enumerate(report):
+        console.print(*[""] * (number > 0), section.rich() if isinstance(section, Table) else section, sep="\n")

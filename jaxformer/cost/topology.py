@@ -116,7 +116,7 @@ def devices(topology: Topology) -> list[Any]:
     # A host has 2 × 2 chips by default.
     options: dict[str, Any] = {"chips_per_host_bounds": [*topology.shape, 1][:3]} if 1 in topology.shape[:2] else {}
     try:
-        found = list(topologies.get_topology_desc(name, "tpu", **options).devices)
+        chips = list(topologies.get_topology_desc(name, "tpu", **options).devices)
     except RuntimeError as error:
         if "not installed" in str(error):
             raise ValueError(
@@ -124,6 +124,6 @@ def devices(topology: Topology) -> list[Any]:
                 "plans for gpu:8xH200 and the like are computed and need nothing"
             ) from error
         raise ValueError(f"topology {topology.text!r}: {error}") from error
-    if len(found) != topology.count:
-        raise ValueError(f"{topology.text} has {topology.count} chips, but libtpu makes {len(found)} devices")
-    return found
+    if len(chips) != topology.count:
+        raise ValueError(f"{topology.text} has {topology.count} chips, but libtpu makes {len(chips)} devices")
+    return chips

@@ -10,7 +10,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +24,27 @@ from jaxformer.nn import model
 from jaxformer.nn.named import scope, watch
 
 
-class Step(NamedTuple):
-    """A named activation, or a product with its equation (an activation has none) and FLOPs, 2 per multiply-add; letters, shape
-    and dtype are the result's."""
+@dataclass(frozen=True)
+class Step:
+    """A step of the forward: a product, or a named activation. Letters, shape, dtype and bytes are those of its result; bytes
+    and FLOPs those of one layer."""
 
     name: str
     formula: str
+    """The einsum; empty for a named activation, which results from elementwise operations."""
     letters: str
     shape: tuple[int, ...]
     dtype: str
+    bytes: int
     flops: int
+    """2 per multiply-add of a product."""
     times: int = 1
     """How many layers do it."""
+    share: float = 0.0
+    """The share of all FLOPs that this step has in all ``times`` layers."""
+    device_shape: tuple[int, ...] = ()
+    """The shape on one device, by the table ``sharding.ACTIVATIONS``. Named activations are constrained to it; where XLA leaves
+    the result of a product is its own choice."""
 
 
 def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
@@ -58,12 +68,11 @@ def steps(cfg: ModelConfig, batch: int, length: int) -> list[Step]:
             last, runs[product[0]] = product
     ordered = untold.get(-1, [])
     for number, step in enumerate(notes.steps):
-        ordered += [step._replace(flops=step.flops * runs.get(number, 1)), *untold.get(number, [])]
+        ordered += [dataclasses.replace(step, flops=step.flops * runs.get(number, 1)), *untold.get(number, [])]
     grouped = [_grouped(step, groups) for step in ordered]
     products = {(step.name, step.shape) for step in grouped if step.formula}
-    return [
-        step for step in grouped if step.formula or (step.name, step.shape) not in products
-    ]  # a product's result has one row
+    # The result of a product has one row, its name or not.
+    return [step for step in grouped if step.formula or (step.name, step.shape) not in products]
 
 
 def _run(notes: "_Notes", cfg: ModelConfig, params: dict, ids: jax.Array) -> Any:
@@ -100,7 +109,7 @@ class _Notes:
         self._paths = {id(leaf): path for path, leaf in specs.walk(params)}
 
     def activation(self, name: str, dims: str, x: jax.Array) -> None:
-        self.steps.append(Step(name, "", dims, x.shape, x.dtype.name, 0))
+        self.steps.append(_step(name, "", dims, x, 0))
 
     def product(self, name: str, equation: str, x: jax.Array, y: jax.Array, by: Callable) -> jax.Array:
         with jax.named_scope(f"{self.mark}{len(self.steps)}"):
@@ -112,7 +121,7 @@ class _Notes:
         # If rows choose among several weights, the rows' letter stands on the weights' axis too, and counts rows.
         sizes = dict(zip(dims[1], y.shape, strict=True)) | dict(zip(dims[0], x.shape, strict=True))
         sizes |= dict(zip(letters, out.shape, strict=True))
-        self.steps.append(Step(name, equation, letters, out.shape, out.dtype.name, 2 * math.prod(sizes.values())))
+        self.steps.append(_step(name, equation, letters, out, 2 * math.prod(sizes.values())))
         return out
 
 
@@ -169,7 +178,12 @@ def _untold(equation: Any, where: str, times: int) -> Step:
     name = ".".join(name for name in names if "->" not in name)
     letters = formula.split("->")[-1] if "->" in formula else ""
     letters = letters if len(letters) == len(out.shape) else ""  # an einsum may split axes, or reorder them
-    return Step(f"{name}.product" if name else "product", formula, letters, out.shape, out.dtype.name, flops)
+    return _step(f"{name}.product" if name else "product", formula, letters, out, flops)
+
+
+def _step(name: str, formula: str, letters: str, result: Any, flops: int) -> Step:
+    size = math.prod(result.shape) * result.dtype.itemsize
+    return Step(name, formula, letters, result.shape, result.dtype.name, size, flops)
 
 
 # Layers that are alike
@@ -210,7 +224,7 @@ def _grouped(step: Step, groups: dict[str, list[list[int]]]) -> Step:
     """The step under the name of all the layers that do the same."""
     layer = re.match(r"(encoder|decoder)\.(?:layers\.)?(\d+)\.", step.name)
     if not layer:
-        return step._replace(name=step.name.replace("mtp.layer.", "mtp."))
+        return dataclasses.replace(step, name=step.name.replace("mtp.layer.", "mtp."))
     numbers = groups[layer[1]][int(layer[2])]
     name = f"{label(layer[1], numbers, len(groups[layer[1]]))}.{step.name[layer.end() :]}"
-    return step._replace(name=name, times=len(numbers))
+    return dataclasses.replace(step, name=name, times=len(numbers))

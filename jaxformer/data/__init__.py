@@ -70,24 +70,24 @@ def _text(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
 
 
 def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
-    found = pairs.read(cfg)
-    tok = _with_ends(tok or _tokenizer(cfg, *([side for p in split for side in p] for split in found[:2])))
-    train, validation = (pairs.encode(tok, split, cfg) for split in (found.train, found.validation))
+    texts = pairs.read(cfg)
+    tok = _with_ends(tok or _tokenizer(cfg, *([side for p in split for side in p] for split in texts[:2])))
+    train, validation = (pairs.encode(tok, split, cfg) for split in (texts.train, texts.validation))
     return Data(
         tokenizer=tok,
         train=pairs.train_batches(train, cfg, tok, rows),
         validation=pairs.validation_batches(validation, cfg, tok, rows),
         validation_bytes=packing.target_bytes(pairs.validation_batches(validation, cfg, tok), tok),
-        test_pairs=[found.validation[i] for i in validation.kept],
+        test_pairs=[texts.validation[i] for i in validation.kept],
         summary={
             "vocab_size": tok.vocab_size,
             "train_pairs": len(train.kept),
             "train_tokens": len(train.targets.tokens),
             "validation_pairs": len(validation.kept),
-            "empty_pairs_skipped": found.skipped,
+            "empty_pairs_skipped": texts.skipped,
             "long_pairs_dropped": train.dropped + validation.dropped,
         },
-        content_hash=key(*(side for split in found[:2] for side in zip(*split, strict=True))),
+        content_hash=key(*(side for split in texts[:2] for side in zip(*split, strict=True))),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run reads: one frozen record."""
+"""The record of a run's data."""
 
 import math
 from dataclasses import dataclass

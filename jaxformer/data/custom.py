@@ -24,11 +24,11 @@ def load(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> dict[str, Any]:
     if not callable(make):
         raise ValueError(f"data.task={cfg.task!r} must be a function of the DataConfig, not {make!r}")
     parameters = inspect.signature(make).parameters
-    given = {name: value for name, value in (("tokenizer", tok), ("rows", rows)) if name in parameters}
-    data = make(cfg, **given)
+    keywords = {name: value for name, value in (("tokenizer", tok), ("rows", rows)) if name in parameters}
+    data = make(cfg, **keywords)
     if lacks := [name for name in ("train", "validation") if not hasattr(data, name)]:
         raise ValueError(f"data.task={cfg.task!r} made {type(data).__name__}, which lacks {' and '.join(lacks)}")
-    chosen = ALL if "rows" in given else rows
+    chosen = ALL if "rows" in keywords else rows
     validation = data.validation
     return {
         "tokenizer": getattr(data, "tokenizer", None) or tok or _tokenizer(cfg),

@@ -1,8 +1,8 @@
-"""Generation: prompts to tokens in one compiled function, prefill and a token loop that is a ``lax.scan``."""
+"""Generation: prompts to tokens in one compiled program, or as a pure function inside the user's own."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
-from jaxformer.decode import loop
-from jaxformer.decode import prompts as starts
-from jaxformer.decode.multitoken import MultiToken
-from jaxformer.decode.sampling import GREEDY, Sampling, compile_sampling
-from jaxformer.decode.speculative import DraftModel, Guessing, PromptLookup, speculate
+from jaxformer.decode import loop, speculative
+from jaxformer.decode.drafts import Draft
+from jaxformer.decode.request import Inputs, Request, checked_arrays, padded, prepare, read_source
+from jaxformer.decode.sampling import GREEDY, Sampling
 from jaxformer.nn import model
 from jaxformer.nn.mistakes import answers_mistakes
 
 
 @struct.dataclass
 class Generated:
-    """What ``generate`` gives. With ``num_return=n``, every array has an axis n after B."""
+    """The result of ``generate``. With ``num_return=n``, every array has an axis n after B."""
 
     tokens: jax.Array
     """int32 [B, max_new_tokens]: what was generated; after an end token, padding."""
     lengths: jax.Array
     """int32 [B]: tokens generated, the end token included."""
     logprobs: jax.Array
-    """float32 [B, max_new_tokens]: what the model itself gave each token (no temperature, no truncation); 0 after the end."""
+    """float32 [B, max_new_tokens]: the model's own log-probability of each token (no temperature, no truncation); 0 after the
+    end. NaN where the model, or what was done to its logits, left no token to choose."""
     top_tokens: jax.Array | None = None
     """int32 [B, max_new_tokens, top_logprobs]: the most probable tokens at each step, by the model itself, best first."""
     top_logprobs: jax.Array | None = None
@@ -44,9 +44,9 @@ def generate(
     cfg: ModelConfig,
     *,
     max_new_tokens: int,
-    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    sampling: Sampling | Sequence[Sampling] | Mapping[str, Any] = GREEDY,
     key: jax.Array | None = None,
-    eos: int | Sequence[int] = (),
+    eos: int | Sequence[int] | None = None,
     pad: int = 0,
     valid: Any = None,
     source: Any = None,
@@ -55,97 +55,124 @@ def generate(
     top_logprobs: int = 0,
     prefill_chunk: int = 512,
     cache_dtype: Any = None,
-    draft: DraftModel | PromptLookup | MultiToken | None = None,
+    draft: Draft | None = None,
 ) -> Generated:
     """Continues ``prompts``: a list of token lists of any lengths, or [B, T] with ``valid`` [B, T] (padding left or right).
 
     An encoder–decoder reads ``source`` [B, S] (``source_valid`` [B, S]); its prompts may be None: ``cfg.start_token`` then
-    begins every row. sampling: for all rows, or one a row. key: needed unless all of it is greedy; each row draws from
-    its own key, whatever the other rows are. eos: ids that end a row (none unless given), which then emits ``pad``.
-    num_return: outputs for each prompt, which is read once. top_logprobs: how many of the most probable tokens to report.
-    prefill_chunk: prompt tokens read at a time. draft: speculative decoding, by a smaller model, by looking up in the text or
-    by the model's own block; the output is the same (greedy), or of the same distribution (sampled), only sooner.
+    begins every row. sampling: for all rows, one per row, or a mapping of arrays (``generate_arrays``). key: needed unless
+    all of it is greedy; each row draws from its own key, whatever the other rows are (one key per output is taken too). eos:
+    ids that end a row (none unless given), which then emits ``pad``. num_return: outputs for each prompt, which is read once.
+    top_logprobs: how many of the most probable tokens to report. prefill_chunk: prompt tokens read at a time. cache_dtype: of
+    the cache; the compute dtype unless given. draft: speculative decoding, by a smaller model, by looking up in the text or by
+    the model's own block; the output is the same (greedy), or of the same distribution (sampled), only sooner.
 
-    Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are taken
-    apart at every call; ``jf.model.unstack(params, cfg)`` does that once for many.
+    Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are
+    unstacked at every call; ``jf.model.unstack(params, cfg)`` does that once for many.
 
     Raises ValueError, before any work, for an empty prompt, ids outside the vocabulary, and lengths past a learned table.
     """
-    if not isinstance(draft, DraftModel | PromptLookup | MultiToken | None):
-        raise ValueError(f"draft must be a DraftModel, a PromptLookup or a MultiToken, not {type(draft).__name__}")
-    given = {"valid": valid, "source": source, "source_valid": source_valid, "eos": eos, "pad": pad}
-    given |= {"prefill_chunk": prefill_chunk, "cache_dtype": cache_dtype, "ahead": 0 if draft is None else draft.ahead}
-    start = starts.begin(params, prompts, cfg, max_new_tokens=max_new_tokens, **given)
-    plan, arguments = prepare(start, cfg, sampling, key, copies=1 if num_return is None else num_return, top=top_logprobs)
-    if draft is None:
-        return _shaped(_generate(params, *arguments, plan=plan), plan, num_return)
-    guessing, draft_params = _guessing(draft, cfg, int(start.lengths.max()), max_new_tokens)
-    out, offered, accepted = speculate(params, draft_params, *arguments, plan=plan, guessing=guessing)
-    acceptance = accepted / jnp.maximum(offered, 1)
-    acceptance = acceptance if num_return is None else acceptance.reshape(-1, num_return)
-    return dataclasses.replace(_shaped(out, plan, num_return), acceptance=acceptance)
-
-
-def prepare(
-    start: starts.Start, cfg: ModelConfig, sampling: Any, key: Any, copies: int, top: int = 0
-) -> tuple[loop.Plan, tuple]:
-    """The ``loop.Plan`` to compile, and what it is called with: prompts, lengths, key, values of sampling, source."""
-    starts.positive("num_return", copies)
-    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= cfg.vocab_size:
-        raise ValueError(f"top_logprobs={top!r} must be between 0 and the vocabulary's {cfg.vocab_size}")
-    methods, values = compile_sampling(sampling, len(start.ids), cfg.vocab_size, start.eos)
-    if not methods.greedy and key is None:
-        raise ValueError("sampling needs key=jax.random.key(seed); temperature=0 is greedy and needs none")
-    plan = loop.Plan(
-        cfg=cfg,
-        max_new_tokens=start.max_new_tokens,
-        eos=start.eos,
-        pad=start.pad,
-        methods=methods,
-        slots=start.slots,
-        chunk=start.chunk,
-        copies=copies,
-        top=top,
-        cache_dtype=start.cache_dtype,
-        ahead=start.ahead,
+    ids, lengths = padded(prompts, valid, cfg, source)
+    request, inputs = prepare(
+        params,
+        cfg,
+        ids,
+        lengths,
+        read_source(source, source_valid, len(ids), cfg),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos=eos,
+        pad=pad,
+        num_return=num_return,
+        top_logprobs=top_logprobs,
+        prefill_chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+        draft=draft,
     )
-    values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
-    key = jax.random.key(0) if key is None else starts.random_key(key)
-    return plan, (start.ids, start.lengths, key, values, start.source)
+    return _per_prompt(_generate(params, inputs, request=request), num_return)
 
 
-def _guessing(
-    draft: DraftModel | PromptLookup | MultiToken, cfg: ModelConfig, longest: int, max_new_tokens: int
-) -> tuple[Guessing, Any]:
-    if isinstance(draft, PromptLookup):
-        return Guessing(draft.ahead, ngram=draft.ngram), None
-    if isinstance(draft, MultiToken):
-        if not cfg.mtp:
-            raise ValueError("draft=MultiToken() needs a model with mtp, a block for the token after the next")
-        return Guessing(draft.ahead, own=True), None
-    if draft.cfg.vocab_size != cfg.vocab_size:
-        raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, the model one of {cfg.vocab_size}")
-    if draft.cfg.encoder_layers and not cfg.encoder_layers:
-        raise ValueError("the draft model has an encoder, the model has none")
-    model.check(draft.params, draft.cfg)
-    starts.room(draft.cfg, longest, max_new_tokens)
-    return Guessing(draft.ahead, cfg=draft.cfg), draft.params
+@answers_mistakes
+def generate_arrays(
+    params: dict,
+    prompts_BT: jax.Array,
+    lengths_B: jax.Array,
+    cfg: ModelConfig,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | Mapping[str, Any] = GREEDY,
+    key: jax.Array | None = None,
+    eos: int | Sequence[int] | None = None,
+    pad: int = 0,
+    source: Any = None,
+    source_valid: Any = None,
+    num_return: int | None = None,
+    top_logprobs: int = 0,
+    prefill_chunk: int = 512,
+    cache_dtype: Any = None,
+    draft: Draft | None = None,
+) -> Generated:
+    """``generate`` as a pure function of arrays, for the user's own programs: inside ``jit``, ``vmap``, ``scan``, ``shard_map``
+    and on a mesh. Tokens and keywords are those of ``generate``.
+
+    prompts_BT: integers [B, T], row b's tokens first and then whatever fills the row; lengths_B: integers [B], from 1 to T.
+    All arrays may be traced: parameters, prompts, lengths, source, key, and the values of ``sampling`` given as a mapping from
+    ``Sampling``'s field names to numbers or arrays, [] or [B], such as ``{"temperature": t, "top_p": 0.9}``; ``logit_bias`` is
+    then an array [V] or [B, V] (−inf bans an id), and ``banned`` is not taken. Which fields the mapping has decides what is
+    compiled. key: one, or one per output, [B] (with num_return=n [B, n]), which makes rows the same wherever they are computed:
+    a single key is split by the number of the row in this call. The cache has room for T + max_new_tokens − 1 tokens.
+
+    Raises ValueError as ``generate`` does for what is known while tracing. Where a length, an id or a value of ``sampling`` is
+    traced and out of its range, all log-probabilities of its row are NaN.
+    """
+    prompts, lengths, wrong = checked_arrays(prompts_BT, lengths_B, cfg)
+    request, inputs = prepare(
+        params,
+        cfg,
+        prompts,
+        lengths,
+        read_source(source, source_valid, len(prompts), cfg),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos=eos,
+        pad=pad,
+        num_return=num_return,
+        top_logprobs=top_logprobs,
+        prefill_chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
+        draft=draft,
+        wrong=wrong,
+    )
+    return _per_prompt(_run(params, inputs, request), num_return)
 
 
-@functools.partial(jax.jit, static_argnames="plan")
-def _generate(params, prompts, lengths, key, values, source, *, plan: loop.Plan) -> loop.Emitted:
-    params = model.unstack(params, plan.cfg)  # once: in the loop, it would copy every weight at every step
-    state, first = loop.start(params, prompts, lengths, key, values, plan, **source)
-    return loop.run(params, state, first, values, plan)
+@functools.partial(jax.jit, static_argnames="request")
+def _generate(params, inputs: Inputs, *, request: Request) -> Generated:
+    return _run(params, inputs, request)
 
 
-def _shaped(out: loop.Emitted, plan: loop.Plan, num_return: int | None) -> Generated:
-    """[T, B·n, …] to [B, (n,) T, …]."""
+def _run(params: dict, inputs: Inputs, request: Request) -> Generated:
+    """The generation, one row per output: [B·copies, max_new_tokens] each."""
+    params = model.unstack(params, request.cfg)  # once: in the loop, it would copy every weight at every step
+    acceptance = None
+    if request.draft is None:
+        state, first = loop.start(params, inputs, request)
+        steps = loop.run(params, state, first, inputs.values, request)
+        out = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), steps)
+    else:
+        out, acceptance = speculative.run(params, inputs, request)
+    logprobs, top_logprobs = out.logprob, out.top_logprobs
+    if inputs.wrong is not None:
+        wrong = inputs.wrong[loop.copied(len(inputs.prompts), request), None]
+        logprobs, top_logprobs = jnp.where(wrong, jnp.nan, logprobs), jnp.where(wrong[..., None], jnp.nan, top_logprobs)
+    generated = Generated(out.token, out.alive.sum(-1, dtype=jnp.int32), logprobs, acceptance=acceptance)
+    if not request.top_logprobs:
+        return generated
+    return dataclasses.replace(generated, top_tokens=out.top_tokens, top_logprobs=top_logprobs)
 
-    def rows_first(x):
-        x = jnp.swapaxes(x, 0, 1)
-        return x if num_return is None else x.reshape(-1, plan.copies, *x.shape[1:])
 
-    tops = (rows_first(out.top_tokens), rows_first(out.top_logprobs)) if plan.top else (None, None)
-    alive = rows_first(out.alive)
-    return Generated(rows_first(out.token), alive.sum(-1, dtype=jnp.int32), rows_first(out.logprob), *tops)
+def _per_prompt(out: Generated, num_return: int | None) -> Generated:
+    """[B·n, …] to [B, n, …]."""
+    return out if num_return is None else jax.tree.map(lambda x: x.reshape(-1, num_return, *x.shape[1:]), out)

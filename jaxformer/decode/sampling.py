@@ -1,20 +1,17 @@
-"""How a token is chosen from logits: every method is a field of ``Sampling``, per row, and runs inside jit.
-
-The order is: repetition, presence and frequency penalties; bias and bans; minimum length; the user's own function; temperature;
-top-k; top-p; min-p; typical. Each works on what those before it have left.
-"""
+"""How tokens are to be chosen: every method is a field of ``Sampling``, per row; ``choose`` applies them inside jit."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from jaxformer.config.components import nearest
 from jaxformer.config.strict import Strict, within
 
 
@@ -47,7 +44,7 @@ class Sampling(Strict):
     min_new_tokens: int = 0
     """No end token before so many others."""
     transform: Callable[[jax.Array], jax.Array] | None = None
-    """The user's own logits [B, V] -> logits [B, V], a pure function."""
+    """The user's function, logits [B, V] -> logits [B, V], pure. It is not told of the step or of the tokens so far."""
 
     def __post_init__(self):
         if isinstance(self.logit_bias, dict):
@@ -65,25 +62,32 @@ class Sampling(Strict):
 GREEDY = Sampling(temperature=0.0)
 
 
-def only_below(sampling: Sampling | Sequence[Sampling], size: int, vocab: int) -> Sampling | Sequence[Sampling]:
+def only_below(sampling: Any, size: int, vocab: int) -> Any:
     """``sampling`` that never chooses an id from ``size`` on: a model may have more rows, ``vocab``, than its tokenizer ids."""
     if size >= vocab:
         return sampling
+    if isinstance(sampling, Mapping):
+        bias = jnp.where(jnp.arange(vocab) < size, 0.0, -jnp.inf)
+        return {**sampling, "logit_bias": sampling.get("logit_bias", 0.0) + bias}
 
-    def one(each: Any) -> Any:
-        is_one = isinstance(each, Sampling)
-        return dataclasses.replace(each, banned=(*each.banned, *range(size, vocab))) if is_one else each
+    def banning(row: Any) -> Any:
+        is_sampling = isinstance(row, Sampling)
+        return dataclasses.replace(row, banned=(*row.banned, *range(size, vocab))) if is_sampling else row
 
-    return one(sampling) if isinstance(sampling, Sampling) else [one(each) for each in sampling]
+    return banning(sampling) if isinstance(sampling, Sampling) else [banning(row) for row in sampling]
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NARROWING = ("top_k", "top_p", "min_p", "typical_p")
 NUMBERS = ("temperature", *NARROWING, *PENALTIES, "min_new_tokens")
+INTEGERS = ("top_k", "min_new_tokens")
+_FROM_0 = dict.fromkeys(("temperature", "repetition_penalty", *INTEGERS), (0.0, math.inf))
+LIMITS = _FROM_0 | dict.fromkeys(("top_p", "min_p", "typical_p"), (0.0, 1.0))
+"""Least and greatest value of the methods that have any; a repetition penalty is above its least."""
 
 
 class Methods(NamedTuple):
-    """What of ``Sampling`` is in use: the part that decides what is compiled."""
+    """Which methods of ``Sampling`` are in use: what decides what is compiled."""
 
     names: frozenset[str]
     transforms: tuple[Callable, ...]
@@ -98,153 +102,99 @@ class Methods(NamedTuple):
         return bool(self.names.intersection(PENALTIES))
 
 
-@struct.dataclass
-class History:
-    """What a row has seen; None where no method asks for it."""
-
-    prompt: Any
-    """bool [B, V]: tokens of the prompt."""
-    counts: Any
-    """int32 [B, V]: how often each was generated."""
-
-
 def compile_sampling(
-    sampling: Sampling | Sequence[Sampling], rows: int, vocab: int, eos: tuple[int, ...] = ()
-) -> tuple[Methods, dict[str, np.ndarray]]:
-    """The methods in use, and their values: [B, 1] each, ``bias`` [1 or B, V], ``transform`` [B, 1] (which, or −1).
+    sampling: Sampling | Sequence[Sampling] | Mapping[str, Any], rows: int, vocab: int, eos: tuple[int, ...] = ()
+) -> tuple[Methods, dict[str, Any]]:
+    """The methods in use, and their values: [1 or B, 1] each, ``bias`` [1 or B, V], ``transform`` [1 or B, 1] (which, or −1).
+    Of a mapping, see ``generate_arrays``, the methods whose values are traced are in use.
 
-    Raises ValueError for ids outside the vocabulary, for bans that leave nothing, and where there is one ``Sampling`` a row
+    Raises ValueError for ids outside the vocabulary, for bans that leave nothing, and where there is one ``Sampling`` per row
     but not for every row.
     """
-    each = [sampling] if isinstance(sampling, Sampling) else sampling
-    is_list = isinstance(each, list | tuple) and all(isinstance(one, Sampling) for one in each)
-    if not is_list or len(each) != (1 if isinstance(sampling, Sampling) else rows):
-        raise ValueError(f"sampling must be a Sampling, or a list of {rows}, one a row; it is {sampling!r:.200}")
-    transforms = tuple(dict.fromkeys(one.transform for one in each if one.transform is not None))
-    values = {name: np.array([[getattr(one, name)] for one in each], np.float32) for name in NUMBERS}
-    values["transform"] = np.array([[transforms.index(one.transform) if one.transform else -1] for one in each], np.int32)
-    if any(one.logit_bias or one.banned for one in each):
-        values["bias"] = np.stack([_bias(one, vocab, eos) for one in each])
-    neutral = Sampling(temperature=0.0)
-    used = {name for name in NUMBERS if any(getattr(one, name) != getattr(neutral, name) for one in each)}
+    if isinstance(sampling, Mapping):
+        values, transforms = _from_mapping(sampling, rows, vocab)
+    else:
+        values, transforms = _from_records(sampling, rows, vocab, eos)
+    used = {name for name in NUMBERS if _traced(values[name]) or (np.asarray(values[name]) != getattr(GREEDY, name)).any()}
     # A greedy row takes the largest logit, which no narrowing removes and no temperature moves.
     if "temperature" not in used:
         used -= {*NARROWING}
     return Methods(frozenset(used | ({"bias"} & values.keys())), transforms), values
 
 
-def _bias(one: Sampling, vocab: int, eos: tuple[int, ...]) -> np.ndarray:
+def _from_records(sampling: Any, rows: int, vocab: int, eos: tuple[int, ...]) -> tuple[dict[str, Any], tuple[Callable, ...]]:
+    each = [sampling] if isinstance(sampling, Sampling) else sampling
+    is_list = isinstance(each, list | tuple) and all(isinstance(row, Sampling) for row in each)
+    if not is_list or len(each) != (1 if isinstance(sampling, Sampling) else rows):
+        raise ValueError(f"sampling must be a Sampling, or a list of {rows}, one per row; it is {sampling!r:.200}")
+    transforms = tuple(dict.fromkeys(row.transform for row in each if row.transform is not None))
+    values = {name: np.array([[getattr(row, name)] for row in each], np.float32) for name in NUMBERS}
+    values["transform"] = np.array([[transforms.index(row.transform) if row.transform else -1] for row in each], np.int32)
+    if any(row.logit_bias or row.banned for row in each):
+        values["bias"] = np.stack([_bias(row, vocab, eos) for row in each])
+    return values, transforms
+
+
+def _from_mapping(sampling: Mapping, rows: int, vocab: int) -> tuple[dict[str, Any], tuple[Callable, ...]]:
+    known = (*NUMBERS, "logit_bias", "transform")
+    for name in sampling:
+        if name not in known:
+            raise ValueError(f"sampling has an unknown entry {name!r}{nearest(name, known)}")
+    default, values = Sampling(), {}
+    for name in NUMBERS:
+        number = sampling.get(name, getattr(default, name))
+        number = number if isinstance(number, jax.Array) else np.asarray(number)
+        kind = jnp.integer if name in INTEGERS else jnp.number
+        if number.shape not in ((), (1,), (rows,)) or not jnp.issubdtype(number.dtype, kind):
+            what = "integers" if name in INTEGERS else "numbers"
+            raise ValueError(
+                f"sampling's {name} must be {what} of shape [] or [{rows}], not {number.dtype}{list(number.shape)}"
+            )
+        values[name] = number.reshape(-1, 1).astype(np.float32)
+        if not _traced(number) and _outside(name, values[name]).any():
+            raise ValueError(f"sampling's {name}={number} is out of range")
+    transform = sampling.get("transform")
+    values["transform"] = np.array([[-1 if transform is None else 0]], np.int32)
+    if "logit_bias" in sampling:
+        bias = jnp.asarray(sampling["logit_bias"], jnp.float32)
+        if bias.shape not in ((vocab,), (1, vocab), (rows, vocab)):
+            raise ValueError(
+                f"sampling's logit_bias must have the shape [{vocab}] or [{rows}, {vocab}], not {list(bias.shape)}"
+            )
+        values["bias"] = bias.reshape(-1, vocab)
+    return values, () if transform is None else (transform,)
+
+
+def _traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _outside(name: str, value: Any) -> Any:
+    """Which values a ``Sampling`` would refuse, infinite and NaN too."""
+    low, high = LIMITS.get(name, (-math.inf, math.inf))
+    least = low < value if name == "repetition_penalty" else low <= value
+    return ~(least & (value <= high) & (abs(value) < math.inf))
+
+
+def out_of_range(values: dict[str, Any]) -> jax.Array | None:
+    """Which rows, [1 or B], have a traced value that a ``Sampling`` would refuse; None where no value is traced."""
+    outside = [_outside(name, values[name]) for name in NUMBERS if _traced(values[name])]
+    return functools.reduce(jnp.logical_or, outside)[:, 0] if outside else None
+
+
+def _bias(sampling: Sampling, vocab: int, eos: tuple[int, ...]) -> np.ndarray:
     bias = np.zeros(vocab, np.float32)
-    for name, ids in (("logit_bias", [i for i, _ in one.logit_bias]), ("banned", one.banned)):
+    for name, ids in (("logit_bias", [i for i, _ in sampling.logit_bias]), ("banned", sampling.banned)):
         for i in ids:
             if not 0 <= i < vocab:
                 raise ValueError(f"{name} id {i} is outside the vocabulary of {vocab}")
-    for i, number in one.logit_bias:
+    for i, number in sampling.logit_bias:
         bias[i] += number
-    bias[list(one.banned)] = -np.inf
+    bias[list(sampling.banned)] = -np.inf
     if not np.isfinite(bias).any():
         raise ValueError("every token is banned")
-    if one.min_new_tokens and not np.isfinite(np.delete(bias, list(eos))).any():
-        raise ValueError(f"every token but those of eos={eos} is banned, and min_new_tokens={one.min_new_tokens} bans those")
+    if sampling.min_new_tokens and not np.isfinite(np.delete(bias, list(eos))).any():
+        raise ValueError(
+            f"every token but those of eos={eos} is banned, and min_new_tokens={sampling.min_new_tokens} bans those"
+        )
     return bias
-
-
-def choose(logits: jax.Array, methods: Methods, keys: jax.Array) -> jax.Array:
-    """Token ids [B] drawn from the logits [B, V] that ``shape`` gives, each row with its own key [B]."""
-    if methods.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
-    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-
-
-def shape(logits: jax.Array, methods: Methods, values: dict, history: History | None, new: jax.Array, eos: tuple) -> jax.Array:
-    """Logits [B, V] of the distribution that a token is drawn from, −inf where it cannot be. Where only some rows are greedy,
-    those keep one token.
-
-    values: as ``compile_sampling`` gives them; new [B]: tokens generated so far; eos: ids that ``min_new_tokens`` holds back.
-    """
-    if methods.remembers:
-        assert history is not None
-        logits = _penalised(logits, methods, values, history)
-    if "bias" in methods.names:
-        logits = logits + values["bias"]
-    if "min_new_tokens" in methods.names and eos:
-        early = new[:, None] < values["min_new_tokens"]
-        ends = jnp.isin(jnp.arange(logits.shape[-1]), jnp.array(eos))
-        logits = jnp.where(early & ends, -jnp.inf, logits)
-    for number, transform in enumerate(methods.transforms):
-        changed = transform(logits)
-        if getattr(changed, "shape", None) != logits.shape:
-            raise ValueError(f"transform gave {changed!r:.80} for logits of shape {logits.shape}")
-        logits = jnp.where(values["transform"] == number, changed.astype(jnp.float32), logits)
-    if methods.greedy:
-        return logits
-    greedy = values["temperature"] == 0
-    temperature = jnp.where(greedy, 1.0, values["temperature"])
-    best_logit = logits.max(-1, keepdims=True)
-    # A tiny temperature may overflow, but towards −inf only.
-    offset = jnp.where(jnp.isfinite(best_logit / temperature), 0.0, best_logit)
-    drawn = narrow((logits - offset) / temperature, methods, values)
-    best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1)[:, None]
-    return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), drawn)
-
-
-def _penalised(logits, methods, values, history):
-    counts = history.counts.astype(jnp.float32)
-    if "repetition_penalty" in methods.names:
-        penalty = values["repetition_penalty"]
-        seen = history.prompt | (history.counts > 0)
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    return logits - values["presence_penalty"] * (counts > 0) - values["frequency_penalty"] * counts
-
-
-def narrow(logits: jax.Array, methods: Methods, values: dict) -> jax.Array:
-    """Logits [B, V] with −inf where top-k, top-p, min-p or typical sampling leaves a token out."""
-    names = methods.names
-    if "top_k" in names:
-        limit = jnp.where(values["top_k"] == 0, jnp.inf, values["top_k"])
-        logits = jnp.where(leading(logits, jnp.ones_like(logits), limit), logits, -jnp.inf)
-    if "top_p" in names:
-        logits = jnp.where(leading(logits, jax.nn.softmax(logits), _mass(values["top_p"])), logits, -jnp.inf)
-    if "min_p" in names:
-        least = logits.max(-1, keepdims=True) + jnp.log(values["min_p"])
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
-    if "typical_p" in names:
-        logp = jax.nn.log_softmax(logits)
-        p = jnp.exp(logp)
-        entropy = -jnp.where(p > 0, p * logp, 0.0).sum(-1, keepdims=True)
-        nearness = jnp.where(p > 0, -jnp.abs(-logp - entropy), -jnp.inf)
-        logits = jnp.where(leading(nearness, p, _mass(values["typical_p"])), logits, -jnp.inf)
-    return logits
-
-
-def _mass(p: jax.Array) -> jax.Array:
-    # p = 1 keeps everything: rounding of a sum must not drop the tail. p = 0 keeps the first: nothing stands before it.
-    return jnp.where(p >= 1, jnp.inf, jnp.maximum(p, jnp.finfo(jnp.float32).tiny))
-
-
-def leading(score: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
-    """[B, V], True for the entries of highest score, lowest index first among equals, as long as the weight of those before
-    is below limit [B, 1].
-
-    The score at which that ends is found by bisection over the bits of a float, 32 sums over V, where a sort of V would take
-    many times as long.
-    """
-    score = jnp.where(score == 0, 0.0, score.astype(jnp.float32))  # one zero: −0 has other bits
-    bits = jax.lax.bitcast_convert_type(score, jnp.int32)
-    rank = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # integers in the order of the floats
-
-    def above(threshold):
-        return jnp.where(rank > threshold, weight, 0.0).sum(-1, keepdims=True)
-
-    def halve(_, ends):
-        low, high = ends
-        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-        enough = above(middle) < limit
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    ends = (jnp.full_like(rank[:, :1], -(2**31)), rank.max(-1, keepdims=True))
-    _, threshold = jax.lax.fori_loop(0, 32, halve, ends)
-    tied = jnp.where(rank == threshold, weight, 0.0)
-    before = above(threshold) + jnp.cumsum(tied, axis=-1) - tied
-    return (rank > threshold) | ((rank == threshold) & (before < limit))

@@ -1,6 +1,9 @@
-"""Published checkpoints: one table a family, no forward of its own."""
+"""Published checkpoints: one table per family, and no forward of their own."""
 
+from jaxformer.hf.families import FAMILIES
+from jaxformer.hf.family import Family, Field, Rule
+from jaxformer.hf.layout import Source
 from jaxformer.hf.load import load
 from jaxformer.hf.save import save
 
-__all__ = ["load", "save"]
+__all__ = ["FAMILIES", "Family", "Field", "Rule", "Source", "load", "save"]

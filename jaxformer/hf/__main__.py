@@ -1,51 +1,53 @@
-"""Commands for published folders: ``python -m jaxformer.hf info|import|export|verify``. ``--help`` explains each."""
+"""Commands for published folders: python -m jaxformer.hf info|import|export|verify. --help after one explains it."""
 
 import json
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import tyro
 
 from jaxformer.config import spec as specs
-from jaxformer.hf import files, load, save
-from jaxformer.hf.fields import read_json
-from jaxformer.hf.hub import carry, locate
+from jaxformer.hf import load, safetensors_files, save
+from jaxformer.hf.config_reader import read_json
+from jaxformer.hf.hub import copy_generation_config, locate
 from jaxformer.hf.load import prepare, read_config
-from jaxformer.hf.verify import TOLERANCE, compare, read_reference
+from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
 
 
 def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None:
-    """What a folder holds, read from its config and headers alone.
+    """Prints the family, the number of parameters and the config of a model. Reads its config and headers, no tensors.
 
     Args:
-        source: A Hugging Face folder, or a hub's id.
-        revision: Branch, tag or commit of a hub's id.
+        source: A Hugging Face folder, or the id of a model on a hub.
+        revision: The branch, tag or commit of the model on the hub.
     """
     folder = locate(source, revision)
     values = read_json(folder / "config.json")
-    tensors = files.find(folder)
-    family, cfg = read_config(values, tensors.entries.keys())
+    tensors = safetensors_files.find(folder)
+    _, cfg = read_config(values, tensors.entries.keys())
     dtypes = sorted({entry.dtype for entry in tensors.entries.values()})
-    print(f"{family.model_type}: {specs.count(model.spec(cfg), cfg):,} parameters in {', '.join(dtypes)}")
+    print(f"{values['model_type']}: {specs.count(model.spec(cfg), cfg):,} parameters in {', '.join(dtypes)}")
     print(cfg)
 
 
 def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = TOLERANCE, markdown: bool = False) -> None:
-    """Loads each folder and compares it, quantity by quantity and layer by layer, with a reference; fails where one is off.
+    """Loads each folder and compares the results, quantity by quantity and layer by layer, with reference results.
 
-    The reference is the reference.npz in the folder, or what transformers itself, if installed, makes of drawn inputs. Both
-    compute in float32. A config_legacy.json beside config.json must describe the same model.
+    The reference is the file reference.npz of the folder. Without it, transformers (which must be installed, with torch)
+    computes the reference for random inputs. Everything is computed in float32. If there is a config_legacy.json beside
+    config.json, it must describe the same model. Fails where a difference is above the tolerance.
 
     Args:
         folders: Hugging Face folders. tests/golden/README.md describes the arrays of a reference.npz.
-        tolerance: Largest difference, relative to the largest absolute value of the reference.
-        markdown: One line a folder, as a table, instead of one a quantity.
+        tolerance: The largest difference allowed, relative to the largest absolute value of the reference.
+        markdown: Print a table with a line for each folder, instead of a line for each quantity.
     """
     failed = False
     if markdown:
-        print(f"| folder | {' | '.join(GROUPS)} | older config |\n|{'---|' * (len(GROUPS) + 2)}")
+        print(f"| folder | {' | '.join(COLUMNS)} | older config |\n|{'---|' * (len(COLUMNS) + 2)}")
     for folder in folders:
         values = read_json(folder / "config.json")
         cfg, params = load(folder, "float32")
@@ -55,35 +57,42 @@ def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = T
         eos, pad = values.get("eos_token_id"), values.get("pad_token_id") or 0
         rows = list(compare(cfg, params, values["model_type"], reference, eos, pad))
         if not rows:
-            raise ValueError(f"{source} of {folder} holds no array by a name that is compared (see tests/golden/README.md)")
-        off = [row for row in rows if not row.relative <= tolerance]
-        failed = failed or bool(off) or same is False
+            raise ValueError(f"{source} of {folder} has none of the arrays to compare (see tests/golden/README.md)")
+        failed = failed or same is False or any(not row.relative <= tolerance for row in rows)
         if markdown:
-            _line(folder.name, rows, same)
-            continue
-        print(f"{folder}, against {source}")
-        for row in rows:
-            mark = "" if row.relative <= tolerance else "   <- past the tolerance"
-            print(f"  {row.quantity:32} {row.absolute:10.2e} of {row.scale:10.3e}: {row.relative:.1e}{mark}")
-        if same is not None:
-            print(f"  {legacy.name:32} {'the same model' if same else 'ANOTHER model'}")
-        print(f"  {'first past ' + format(tolerance, 'g'):32} {off[0].quantity if off else 'none'}")
+            _print_line(folder.name, rows, same)
+        else:
+            print(f"{folder}, against {source}")
+            _print_rows(rows, tolerance, same)
     if failed:
         sys.exit(1)
 
 
 def _reference(folder: Path) -> tuple[dict, str]:
+    """The reference arrays, and where they come from."""
     path = folder / "reference.npz"
     if path.exists():
-        return read_reference(path), path.name
+        with np.load(path) as arrays:
+            return dict(arrays), path.name
     try:
-        from jaxformer.hf import peer
+        from jaxformer.hf import transformers_reference
     except ImportError as error:
         raise FileNotFoundError(f"{folder} has no reference.npz; without one, install torch and transformers") from error
-    return peer.reference(folder), f"transformers {peer.transformers.__version__}"
+    version = transformers_reference.transformers.__version__
+    return transformers_reference.reference(folder), f"transformers {version}"
 
 
-GROUPS = {
+def _print_rows(rows: list[Row], tolerance: float, same: bool | None) -> None:
+    for row in rows:
+        mark = "" if row.relative <= tolerance else "   <- above the tolerance"
+        print(f"  {row.quantity:32} {row.absolute:10.2e} of {row.scale:10.3e}: {row.relative:.1e}{mark}")
+    if same is not None:
+        print(f"  {'config_legacy.json':32} {'the same model' if same else 'ANOTHER model'}")
+    first = next((row.quantity for row in rows if not row.relative <= tolerance), "none")
+    print(f"  {'first above ' + format(tolerance, 'g'):32} {first}")
+
+
+COLUMNS = {
     "unpadded": ", unpadded",
     "padded": ", padded",
     "hidden states": "coder ",
@@ -92,25 +101,25 @@ GROUPS = {
     "greedy": "greedy",
     "beams": "beam",
 }
-"""Column -> what its quantities have in their names."""
+"""Column of the table -> text in the names of its quantities."""
 
 
-def _line(name: str, rows: list, same: bool | None) -> None:
+def _print_line(name: str, rows: list[Row], same: bool | None) -> None:
     cells = []
-    for part in GROUPS.values():
-        found = [row.relative for row in rows if part in row.quantity]
-        cells.append(f"{max(found):.0e}" if found else "")
+    for text in COLUMNS.values():
+        differences = [row.relative for row in rows if text in row.quantity]
+        cells.append(f"{max(differences):.0e}" if differences else "")
     cells.append({None: "", True: "same", False: "differs"}[same])
     print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], revision: str | None = None) -> None:
-    """Writes a published model as a run directory, which jaxformer.load, the sampling program and train.py --init.from take.
+    """Writes a published model as a run directory, for jaxformer.load, jaxformer.sample and train.py --init.from.
 
     Args:
-        source: A Hugging Face folder, or a hub's id.
-        run: Directory to write; it must not exist yet.
-        revision: Branch, tag or commit of a hub's id.
+        source: A Hugging Face folder, or the id of a model on a hub.
+        run: The directory to write; it must not exist yet.
+        revision: The branch, tag or commit of the model on the hub.
     """
     from jaxformer.tokenizers import tokenizer
     from jaxformer.training.checkpoints import Checkpoints
@@ -126,7 +135,7 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     checkpoints = Checkpoints(run / "checkpoints")
     checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), rng=jax.random.key(0)))
     checkpoints.close()
-    carry(folder, run)
+    copy_generation_config(folder, run)
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")
 
 
@@ -134,15 +143,15 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
     """Writes a run of train.py as a folder that transformers reads.
 
     Args:
-        run: Directory that train.py wrote.
-        folder: Where to; it must not hold weights yet.
-        family: The model_type to write, where several fit.
+        run: The directory that train.py wrote.
+        folder: The folder to write; it must not hold weights yet.
+        family: The model_type to write, where several describe the model.
     """
     from jaxformer.training.run import load as load_run
 
     cfg, params, tok = load_run(run)
     save(folder, cfg, params, family, tok=tok)
-    carry(run, folder)
+    copy_generation_config(run, folder)
     print(f"{folder}: {json.loads((folder / 'config.json').read_text())['model_type']}, with its {tok.file}")
 
 

@@ -1,4 +1,4 @@
-"""Folders by the id that a hub knows them by, such as ``Qwen/Qwen3-0.6B``: downloaded once, then read from the local cache."""
+"""Folders by their id on a hub, such as ``Qwen/Qwen3-0.6B``: downloaded once, then read from the local cache."""
 
 import os
 import re
@@ -11,26 +11,26 @@ WEIGHTS = (("model*.safetensors", "model.safetensors.index.json"), ("flax_model.
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def locate(where: str | os.PathLike, revision: str | None = None) -> Path:
-    """The folder at a path, or of a hub's id. revision: branch, tag or commit; a commit is always the same files.
+def locate(path_or_id: str | os.PathLike, revision: str | None = None) -> Path:
+    """The folder at a path, or of a hub's id. revision: branch, tag or commit; only a commit pins the files for good.
 
     Only configs, tokenizers, safetensors and msgpack are downloaded, never pickles or code.
 
-    Raises FileNotFoundError where there is neither, and says what to download where the hub cannot be reached.
+    Raises FileNotFoundError where there is neither; where the hub cannot be reached, it says what to download.
     """
-    folder = Path(where)
+    folder = Path(path_or_id)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} goes with the id of a hub; {folder} is a folder")
         return folder
-    name = os.fspath(where)
+    name = os.fspath(path_or_id)
     if not ID.fullmatch(name):
         raise FileNotFoundError(f"{folder} is not a folder")
     return _download(name, revision)
 
 
-def carry(source: Path, target: Path) -> None:
-    """Copies how generation ends, which no config of ours holds, from one folder of a model to another."""
+def copy_generation_config(source: Path, target: Path) -> None:
+    """Copies generation_config.json, where there is one, from one folder of a model to another: no config of ours holds it."""
     if (source / GENERATION).is_file():
         shutil.copyfile(source / GENERATION, target / GENERATION)
 
@@ -49,8 +49,8 @@ def _download(name: str, revision: str | None) -> Path:
     missing = f"{name} is neither a folder nor"
     try:
         for weights in WEIGHTS:
-            found = Path(snapshot_download(name, revision=revision, allow_patterns=[*REST, *weights], ignore_patterns="*/*"))
-            if any(path.suffix in (".safetensors", ".msgpack") for path in found.iterdir()):
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*REST, *weights], ignore_patterns="*/*"))
+            if any(path.suffix in (".safetensors", ".msgpack") for path in folder.iterdir()):
                 break
     except LocalEntryNotFoundError as error:
         at = f" --revision {revision}" if revision else ""
@@ -63,4 +63,4 @@ def _download(name: str, revision: str | None) -> Path:
         raise FileNotFoundError(f"{missing} a model{at} that the hub would show: {error}") from error
     except HfHubHTTPError as error:
         raise FileNotFoundError(f"{missing} to be had from the hub: {error}") from error
-    return found
+    return folder

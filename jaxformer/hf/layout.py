@@ -16,53 +16,53 @@ import numpy as np
 
 
 class Source(NamedTuple):
-    """Where one of our tensors is: the file's name ({i} for the layer), its layout, and which of several parts it is."""
+    """Where a file has one of our tensors: its name there ({i} stands for the layer, {e} for the expert), its layout, and the
+    number of ours among those that are stored side by side."""
 
     name: str
     layout: str
-    part: int = 0
+    number: int = 0
 
     def shape(self, sizes: dict[str, int]) -> tuple[int, ...]:
-        """Of the file's tensor."""
-        return tuple(sum(count(letters, sizes) for letters in parts) for parts in axes(self.layout))
+        """The shape of the file's tensor."""
+        return tuple(sum(count(letters, sizes) for letters in slices) for slices in axes(self.layout))
 
     def take(self, tensor: np.ndarray, dims: str, sizes: dict[str, int]) -> np.ndarray:
-        """Our tensor, of axes ``dims``, out of the file's: a view where one is possible."""
-        tensor, letters = self._part(tensor, sizes)
+        """Our tensor, with axes ``dims``, out of the file's: a view where one is possible."""
+        tensor, letters = self._view(tensor, sizes)
         tensor = tensor.transpose([letters.index(letter) for letter in dims if letter in letters])
         return tensor.reshape([sizes[letter] for letter in dims])  # letters of size 1 may be missing from the file
 
     def put(self, tensor: np.ndarray, ours: np.ndarray, dims: str, sizes: dict[str, int]) -> None:
-        """Writes our tensor to its place in the file's, which ``shape`` has."""
-        part, letters = self._part(tensor, sizes)
+        """Writes our tensor to its place in the file's, which has the shape ``shape``."""
+        view, letters = self._view(tensor, sizes)
         ours = ours.reshape([sizes[letter] for letter in dims if letter in letters])
-        part[...] = ours.transpose(_inverse([letters.index(letter) for letter in dims if letter in letters]))
+        view[...] = ours.transpose(np.argsort([letters.index(letter) for letter in dims if letter in letters]))
 
-    def _part(self, tensor: np.ndarray, sizes: dict[str, int]) -> tuple[np.ndarray, str]:
-        """A view of the part, one axis a letter."""
-        letters, split = "", []
-        at: list[slice | int] = []
-        for parts in axes(self.layout):
-            own = parts[self.part] if len(parts) > 1 else parts[0]
-            start = sum(count(before, sizes) for before in parts[: self.part]) if len(parts) > 1 else 0
-            at.append(slice(start, start + count(own, sizes)))
-            letters += own
-            split += [_size(letter, sizes) for letter in own]
-        view = np.reshape(tensor[tuple(at)], split, copy=False)  # put writes to it: a copy would be an error
+    def _view(self, tensor: np.ndarray, sizes: dict[str, int]) -> tuple[np.ndarray, str]:
+        """A view of what is ours in the file's tensor, with an axis for each letter; and the letters."""
+        letters, index = "", list[slice]()
+        for slices in axes(self.layout):
+            chosen = self.number if len(slices) > 1 else 0
+            start = sum(count(before, sizes) for before in slices[:chosen])
+            index.append(slice(start, start + count(slices[chosen], sizes)))
+            letters += slices[chosen]
+        shape = [_size(letter, sizes) for letter in letters]
+        view = np.reshape(tensor[tuple(index)], shape, copy=False)  # put writes to it: a copy would be an error
         for letter in re.findall(r"\d", letters):
-            view = view[(slice(None),) * letters.index(letter) + (self.part if _size(letter, sizes) > 1 else 0,)]
+            view = view[(slice(None),) * letters.index(letter) + (self.number if _size(letter, sizes) > 1 else 0,)]
             letters = letters.replace(letter, "", 1)
         return view, letters
 
 
 def axes(layout: str) -> list[list[str]]:
-    """For each axis, the letters of the parts it is a concatenation of."""
-    found = re.findall(r"\(([A-Z0-9]+)\)|\[([A-Z0-9|]+)\]|([A-Z0-9])", layout)
-    return [joined.split("|") if joined else [merged or single] for merged, joined, single in found]
+    """For each axis, the letters of the slices that it is a concatenation of."""
+    matches = re.findall(r"\(([A-Z0-9]+)\)|\[([A-Z0-9|]+)\]|([A-Z0-9])", layout)
+    return [concatenated.split("|") if concatenated else [merged or single] for merged, concatenated, single in matches]
 
 
 def count(letters: str, sizes: dict[str, int]) -> int:
-    """Product of the sizes."""
+    """The product of the letters' sizes."""
     return math.prod(_size(letter, sizes) for letter in letters)
 
 
@@ -70,5 +70,44 @@ def _size(letter: str, sizes: dict[str, int]) -> int:
     return int(letter) if letter.isdigit() else sizes[letter]
 
 
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(number) for number in range(len(order))]
+Table = dict[str, Source]
+"""Path of one of our parameters -> where a file has it."""
+
+
+def linear(path: str, name: str, outputs: str, inputs: str) -> Table:
+    """A linear map that is stored as (outputs, inputs), and its bias."""
+    return {path: Source(f"{name}.weight", outputs + inputs), f"{path}_bias": Source(f"{name}.bias", outputs)}
+
+
+def gated(path: str, name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Table:
+    """The three linear maps of a gated feed-forward."""
+    return (
+        linear(f"{path}.gate", f"{name}.{gate}", "F", "D")
+        | linear(f"{path}.up", f"{name}.{up}", "F", "D")
+        | linear(f"{path}.down", f"{name}.{down}", "D", "F")
+    )
+
+
+def normed(path: str, name: str, dims: str = "D") -> Table:
+    """The gain and the bias of a norm."""
+    return {f"{path}.gain": Source(f"{name}.weight", dims), f"{path}.bias": Source(f"{name}.bias", dims)}
+
+
+def attention(path: str, name: str, q: str = "q_proj", k: str = "k_proj", v: str = "v_proj", o: str = "o_proj") -> Table:
+    """Four separate projections."""
+    return (
+        linear(f"{path}.query", f"{name}.{q}", "(KGH)", "D")
+        | linear(f"{path}.key", f"{name}.{k}", "(KH)", "D")
+        | linear(f"{path}.value", f"{name}.{v}", "(KH)", "D")
+        | linear(f"{path}.out", f"{name}.{o}", "D", "(KGH)")
+    )
+
+
+def joined(paths: tuple[str, ...], name: str, layout: str) -> Table:
+    """Several of our tensors that a file stores as one."""
+    return {path: Source(name, layout, number) for number, path in enumerate(paths)}
+
+
+def layers(stack: str, name: str, table: Table) -> Table:
+    """The table of a stack, made of the table of one layer."""
+    return {f"{stack}.layers.{path}": source._replace(name=f"{name}.{{i}}.{source.name}") for path, source in table.items()}

@@ -1,9 +1,9 @@
-"""A loaded model against what another implementation made of the same folder: quantity by quantity, layer by layer."""
+"""Compares a loaded model with the results of another implementation for the same folder: quantity by quantity, layer by
+layer."""
 
 import functools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +14,8 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.spec import walk
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.generate import generate
-from jaxformer.hf.load import FAMILIES
-from jaxformer.hf.save import assemble, plan
+from jaxformer.hf.families import FAMILIES
+from jaxformer.hf.save import assemble, stored_tensors
 from jaxformer.nn import model
 from jaxformer.nn.listening import capture
 
@@ -38,33 +38,35 @@ class Row(NamedTuple):
 
 
 def compare(cfg: ModelConfig, params: dict, kind: str, reference: dict[str, np.ndarray], eos: Any, pad: Any) -> Iterator[Row]:
-    """Rows for all that ``reference`` (arrays by name, as tests/golden/README.md describes them) holds.
+    """A row for each quantity in ``reference`` (arrays by name, as tests/golden/README.md describes them).
 
-    kind: the folder's model_type. eos and pad: ids that generation ends with and fills up by.
+    kind: the folder's model_type. eos, pad: the ids that end generation, and that follow its end.
+
+    Raises ValueError where the reference holds nothing to compare.
     """
     ref = {name: value for name, value in reference.items() if name not in ("config", "shapes")}
     if not any("logits" in name or "hidden" in name or name == "loss" for name in ref) or "input_ids" not in ref:
         raise ValueError(f"the reference holds nothing to compare: {', '.join(sorted(ref))}")
     ref.setdefault("attention_mask", np.ones(ref["input_ids"].shape, np.int32))
-    given = _inputs(cfg, ref)
+    inputs = _inputs(cfg, ref)
     yield from _hidden(cfg, params, ref)  # in the order of the forward: the first that is off is where to look
-    yield from _outputs(cfg, params, ref, given)
+    yield from _outputs(cfg, params, ref, inputs)
     if "loss" in ref:
         yield from _loss(cfg, params, kind, ref)
     if "greedy_ids" in ref:
-        yield from _greedy(cfg, params, ref, given, eos, pad)
+        yield from _greedy(cfg, params, ref, inputs, eos, pad)
     for name in ("beam", "beam2", "beam3"):
         if f"{name}_ids" in ref:
-            yield from _beams(cfg, params, ref, given, name, eos, pad)
+            yield from _beams(cfg, params, ref, inputs, name, eos, pad)
 
 
-def row(quantity: str, found: Any, expected: Any, where: Any = ...) -> Row:
+def row(quantity: str, result: Any, expected: Any, where: Any = ...) -> Row:
     """The comparison of two arrays, at ``where``."""
-    found, expected = np.asarray(found, np.float64)[where], np.asarray(expected, np.float64)[where]
+    result, expected = np.asarray(result, np.float64)[where], np.asarray(expected, np.float64)[where]
     scale = float(np.abs(expected).max(initial=0))
-    if found.shape != expected.shape or not np.isfinite(found).all():
+    if result.shape != expected.shape or not np.isfinite(result).all():
         return Row(quantity, float("inf"), scale)
-    return Row(quantity, float(np.abs(found - expected).max(initial=0)), scale)
+    return Row(quantity, float(np.abs(result - expected).max(initial=0)), scale)
 
 
 def _inputs(cfg, ref) -> dict[str, Any]:
@@ -75,37 +77,36 @@ def _inputs(cfg, ref) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _forward(params, tokens, cfg, given):
-    return model.forward(params, tokens, cfg, **given) if cfg.has_head else model.hidden(params, tokens, cfg, **given)
+def _forward(params, tokens, cfg, inputs):
+    return model.forward(params, tokens, cfg, **inputs) if cfg.has_head else model.hidden(params, tokens, cfg, **inputs)
 
 
-def _outputs(cfg, params, ref, given) -> Iterator[Row]:
+def _outputs(cfg, params, ref, inputs) -> Iterator[Row]:
     name = "logits" if cfg.has_head else "last_hidden_state"
     tokens = ref["decoder_input_ids"] if cfg.encoder_layers else ref["input_ids"]
     rows = ref.get("unpadded_rows", np.array([0, 2]))
     if f"{name}_padded" in ref:
-        valid = np.ones(tokens.shape, bool) if cfg.encoder_layers else given["valid"]
-        out = _forward(params, tokens, cfg, given)
+        valid = np.ones(tokens.shape, bool) if cfg.encoder_layers else inputs["valid"]
+        out = _forward(params, tokens, cfg, inputs)
         yield row(f"{name}, padded", out, ref[f"{name}_padded"], valid)
         if cfg.pooler and "pooler_output_padded" in ref:
             yield row("pooler output", model.pooled(params, out, cfg), ref["pooler_output_padded"])
     if f"{name}_unpadded" in ref:
-        whole = {key: value[rows] for key, value in given.items() if key not in ("valid", "source_valid")}
-        yield row(f"{name}, unpadded", _forward(params, tokens[rows], cfg, whole), ref[f"{name}_unpadded"])
+        unpadded = {key: value[rows] for key, value in inputs.items() if key not in ("valid", "source_valid")}
+        yield row(f"{name}, unpadded", _forward(params, tokens[rows], cfg, unpadded), ref[f"{name}_unpadded"])
     if "long_logits" in ref:
         yield row("logits past the original length", _forward(params, ref["long_input_ids"], cfg, {}), ref["long_logits"])
 
 
 def _hidden(cfg, params, ref) -> Iterator[Row]:
-    """Row 0 alone: what enters the layers, leaves each, and is normed last."""
+    """Of row 0 alone: the input of the first layer, the output of each layer, and that of the final norm."""
     stacks = {"enc_": "encoder", "dec_": "decoder"} if cfg.encoder_layers else {"": "decoder"}
     if not any(f"{prefix}hidden_layers" in ref for prefix in stacks):
         return
     tokens = ref["decoder_input_ids"] if cfg.encoder_layers else ref["input_ids"]
-    given = _inputs(cfg, ref)
-    given = {name: value[:1] for name, value in given.items() if name not in ("valid", "source_valid")}
-    run = jax.jit(capture(lambda params, tokens, given: model.hidden(params, tokens, cfg, **given), "*oder.*"))
-    out, seen = run(params, tokens[:1], given)
+    inputs = {name: value[:1] for name, value in _inputs(cfg, ref).items() if name not in ("valid", "source_valid")}
+    run = jax.jit(capture(lambda params, tokens, inputs: model.hidden(params, tokens, cfg, **inputs), "*oder.*"))
+    out, seen = run(params, tokens[:1], inputs)
     for prefix, stack in stacks.items():
         if f"{prefix}hidden_layers" not in ref:
             continue
@@ -124,11 +125,10 @@ def _loss(cfg, params, kind, ref) -> Iterator[Row]:
     if "grad_names" not in ref:
         return
     arrays = dict(walk(grads))
-    tensors = {name: assemble(*found, arrays, cfg) for name, found in plan(FAMILIES[kind], cfg).items()}
-    names = [str(name) for name in ref["grad_names"]]
-    found = [tensors[name].astype(np.float64) for name in names]
-    norms = np.array([np.sqrt((g**2).sum()) for g in found])
-    probes = np.array([(g.ravel() * np.cos(np.arange(g.size))).sum() for g in found])
+    stored = stored_tensors(FAMILIES[kind], cfg)
+    tensors = [assemble(stored[str(name)], arrays, cfg).astype(np.float64) for name in ref["grad_names"]]
+    norms = np.array([np.sqrt((g**2).sum()) for g in tensors])
+    probes = np.array([(g.ravel() * np.cos(np.arange(g.size))).sum() for g in tensors])
     yield row("gradient norms", norms, ref["grad_norms"])
     yield row("gradient probes", probes, ref["grad_probes"])
 
@@ -136,19 +136,18 @@ def _loss(cfg, params, kind, ref) -> Iterator[Row]:
 def _loss_and_gradients(cfg, params, ref):
     rows = ref.get("unpadded_rows", np.array([0, 2]))
     ids = ref["input_ids"][rows]
+    types = {"token_types": ref["token_type_ids"][rows]} if "token_type_ids" in ref else {}
 
     def loss(params):
         if not cfg.has_head:
-            given = {"token_types": ref["token_type_ids"][rows]} if "token_type_ids" in ref else {}
-            hidden = model.hidden(params, ids, cfg, **given)
+            hidden = model.hidden(params, ids, cfg, **types)
             wave = jnp.cos(jnp.arange(hidden.size)).reshape(hidden.shape)
             return (hidden * wave).mean() + (model.pooled(params, hidden, cfg) ** 2).mean()
         if cfg.encoder_layers:
             logits = model.forward(params, ref["decoder_input_ids"][rows], cfg, source=ids)
             labels = ref["labels"][rows]
         elif "labels" in ref:
-            given = {"token_types": ref["token_type_ids"][rows]} if "token_type_ids" in ref else {}
-            logits, labels = model.forward(params, ids, cfg, **given), ref["labels"][rows]
+            logits, labels = model.forward(params, ids, cfg, **types), ref["labels"][rows]
         else:
             logits, labels = model.forward(params, ids, cfg)[:, :-1], ids[:, 1:]
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
@@ -158,12 +157,12 @@ def _loss_and_gradients(cfg, params, ref):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-def _greedy(cfg, params, ref, given, eos, pad) -> Iterator[Row]:
+def _greedy(cfg, params, ref, inputs, eos, pad) -> Iterator[Row]:
     ids = ref["greedy_ids"]
     if cfg.encoder_layers:
         new = ids[:, 1:]
-        out = generate(params, None, cfg, max_new_tokens=new.shape[1], eos=eos, pad=pad, **given)
-        logits = _forward(params, ids[:, :-1], cfg, given)
+        out = generate(params, None, cfg, max_new_tokens=new.shape[1], eos=() if eos is None else eos, pad=pad, **inputs)
+        logits = _forward(params, ids[:, :-1], cfg, inputs)
     else:
         start = ref["greedy_prompt"].shape[1]
         new = ids[:, start:]
@@ -175,7 +174,7 @@ def _greedy(cfg, params, ref, given, eos, pad) -> Iterator[Row]:
     yield row("greedy logits", logits, steps, alive)
 
 
-def _beams(cfg, params, ref, given, name, eos, pad) -> Iterator[Row]:
+def _beams(cfg, params, ref, inputs, name, eos, pad) -> Iterator[Row]:
     defaults: dict[str, Any] = {"beam": (4, 1.0, False), "beam2": (4, 0.6, True), "beam3": (3, 2.0, "never")}
     beams, penalty, stopping = defaults[name]
     if "beams" in ref:
@@ -195,15 +194,9 @@ def _beams(cfg, params, ref, given, name, eos, pad) -> Iterator[Row]:
         early_stopping=stopping,
         eos=eos,
         pad=pad or 0,
-        **(given if cfg.encoder_layers else {}),
+        **(inputs if cfg.encoder_layers else {}),
     )
     tokens = expected[:, :, start:]
-    alive = np.arange(tokens.shape[2]) < np.asarray(out.lengths)[..., None]  # what fills up afterwards is a matter of taste
+    alive = np.arange(tokens.shape[2]) < np.asarray(out.lengths)[..., None]  # implementations differ in what follows
     yield row(f"{name} ids", np.asarray(out.tokens)[:, :, : tokens.shape[2]], tokens, alive)
     yield row(f"{name} scores", out.scores, ref[f"{name}_scores"])
-
-
-def read_reference(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a reference.npz."""
-    with np.load(path) as stored:
-        return dict(stored)

@@ -272,9 +272,9 @@ def _unstacked_spec(cfg: ModelConfig) -> dict:
 
 @contextlib.contextmanager
 def _labels_are_known(cfg: ModelConfig) -> Iterator[None]:
-    """Raises ValueError at the end if ``cfg.execution.remat_save`` names what no layer has given."""
-    with labels() as given:
+    """Raises ValueError at the end if ``cfg.execution.remat_save`` has a name that no layer gives to an activation."""
+    with labels() as known:
         yield
     for name in cfg.execution.remat_save:
-        if name not in given:
-            raise ValueError(f"remat_save={name!r} names no activation of a layer{nearest(name, given)}")
+        if name not in known:
+            raise ValueError(f"remat_save={name!r} names no activation of a layer{nearest(name, known)}")

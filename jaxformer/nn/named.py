@@ -69,7 +69,7 @@ def _full(name: str) -> str:
 def label(name: str) -> str:
     """What ``name`` is called in every layer, such as "attention.mixed" or "block.out": the names that
     ``Execution.remat_save`` takes."""
-    scopes = [part for part in _scope.get()[1:] if not part.isdigit()]
+    scopes = [outer for outer in _scope.get()[1:] if not outer.isdigit()]
     in_layer = ".".join((*(scopes or ["block"]), name))
     if (labels := _labels.get()) is not None:
         labels.add(in_layer)

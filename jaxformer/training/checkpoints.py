@@ -1,8 +1,8 @@
-"""Checkpoints by Orbax: written in the background, whole or not at all; restored whole or refused. Of several processes each
-writes and reads what its devices hold; all go on from the same step.
+"""Checkpoints by Orbax: written in the background and restored, either completely or not at all. With several processes, each
+writes and reads what its devices hold, and all continue from the same step.
 
 A step holds two items, ``params`` and ``rest`` (step, optimizer state, key), so that a model can be loaded without its
-optimizer. Steps lie in ``<run>/checkpoints/<step>``.
+optimizer. Steps are in ``<run>/checkpoints/<step>``.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ ITEMS = ("params", "rest")
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Keeps the newest ``keep`` and the one of lowest validation loss. Only ``save`` and
-    ``restore`` write: to read parameters disturbs no other process that saves."""
+    """The checkpoints of one directory; a context manager. Keeps the newest ``keep`` and the one of lowest validation loss.
+    Only ``save`` and ``restore`` write: reading parameters does not disturb another process that saves."""
 
     def __init__(self, directory: Path | str, keep: int = 2):
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it opens
@@ -50,11 +50,12 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, in order; whether each is whole only ``restore`` can tell."""
+        """Steps that have a directory, in order; only ``restore`` can tell whether each is complete."""
         return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
 
     def save(self, state: TrainState, validation_loss: float | None = None) -> None:
-        """Starts to write ``state`` under its step; returns once the arrays are copied. A step that exists is left as it is."""
+        """Starts writing ``state`` under its step, and returns once its arrays are copied. A step that exists is not written
+        again."""
         import orbax.checkpoint as ocp
 
         step = int(state.step)
@@ -70,35 +71,39 @@ class Checkpoints:
         )
 
     def restore(self, like: TrainState) -> TrainState | None:
-        """The newest whole state, None if there is none. ``like``: arrays or ``jax.ShapeDtypeStruct`` of the tree expected.
+        """The newest complete state, None if there is none. ``like``: the expected tree, of arrays or ``jax.ShapeDtypeStruct``
+        (``placement.like``).
 
         Steps that cannot be read are skipped with a warning that names each, and renamed ``<step>.broken``, so that training
-        can come to that step again. Raises ValueError with a tree diff, and reads nothing, if what was saved is another tree,
-        shape or dtype.
+        can reach that step again. Raises ValueError with a tree diff, and reads nothing, if another tree, shape or dtype was
+        saved.
         """
         if multihost.first():
             self._tidy()
-        multihost.everywhere(True)  # nobody lists them before
+        multihost.everywhere(True)  # no process lists the steps before
         items = self._newest(_split(like), set_aside=True)
-        if items is None:
-            return None
-        rest = items["rest"]
-        rng = _wrap(rest["key"], like.rng)
-        return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
+        return None if items is None else _joined(items, like)
 
-    def restore_params(self, like: Any) -> Any:
-        """Only the newest whole parameters. Raises FileNotFoundError if there are none, else as ``restore``."""
-        items = self._newest({"params": like})
+    def restore_params(self, like: Any, ema: bool = False) -> Any:
+        """The parameters alone, from the newest complete step; ema: their running mean (``training.ema``), in their dtypes.
+        Raises FileNotFoundError if there is none, else as ``restore``."""
+        wanted = {"params": like}
+        if ema:
+            mean = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding), like)
+            wanted = {"rest": {"opt_state": {"ema": mean}}}
+        items = self._newest(wanted, partial=ema)
         if items is None:
             raise FileNotFoundError(f"no checkpoint in {self.directory}")
-        return items["params"]
+        if not ema:
+            return items["params"]
+        return jax.tree.map(lambda x, param: x.astype(param.dtype), items["rest"]["opt_state"]["ema"], like)
 
     def best_step(self) -> int | None:
         """The kept step of lowest validation loss."""
         return self._manager.best_step()
 
     def wait(self) -> None:
-        """Until everything saved is on disk."""
+        """Waits until everything saved is on disk."""
         if "_manager" in self.__dict__:
             self._manager.wait_until_finished()
 
@@ -110,12 +115,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for what is being saved; of several processes not after an error, as the others may be gone."""
+        """Waits for what is being saved; not after an error in one of several processes, as the others may be gone."""
         if error is None or jax.process_count() == 1:
             self.close()
 
     def _tidy(self) -> None:
-        """Nothing is left of checkpoints that were never finished, and what Orbax could not start with is set aside."""
+        """Removes checkpoints that were never finished, and sets aside those that Orbax could not open."""
         for path in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
             log.warning("removing the unfinished checkpoint %s", path)
             shutil.rmtree(path)
@@ -126,11 +131,14 @@ class Checkpoints:
             except ValueError as error:
                 self._set_aside(step, str(error))
 
-    def _newest(self, like: dict[str, Any], set_aside: bool = False) -> dict[str, Any] | None:
+    def _newest(self, like: dict[str, Any], set_aside: bool = False, partial: bool = False) -> dict[str, Any] | None:
+        """The items of ``like`` from the newest complete step. partial: an item may hold more tensors, which are not read."""
         import orbax.checkpoint as ocp
 
-        own = jax.process_index()  # each process reads its own part, and waits for no other that may fail
-        alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}")
+        index = jax.process_index()  # each process reads what its devices hold, without waiting for another that may fail
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"{index}"
+        )
         multihost.agree(f"list of checkpoints in {self.directory}", steps := self.steps())
         for step in reversed(steps):
             path, items, reason = self.directory / str(step), None, "another process cannot read it"
@@ -138,13 +146,14 @@ class Checkpoints:
                 try:
                     if absent := [name for name in like if not (path / name / "_METADATA").exists()]:
                         raise OSError(f"it lacks {' and '.join(absent)}")
-                    found = {name: reader.metadata(path / name).item_metadata for name in like}
-                    if unreadable := [name for name in like if found[name] is None]:
+                    saved = {name: reader.metadata(path / name).item_metadata for name in like}
+                    if unreadable := [name for name in like if saved[name] is None]:
                         raise OSError(f"its {' and '.join(unreadable)} cannot be read")
-                    self._refuse_another(step, like, found)
-                    items = {name: reader.restore(path / name, _placed(item)) for name, item in like.items()}
+                    self._refuse_another(step, like, saved, partial)
+                    read = functools.partial(_read_part, alone) if partial else reader.restore
+                    items = {name: read(path / name, _with_sharding(item)) for name, item in like.items()}
                 except (AnotherTree, MemoryError, PermissionError):
-                    raise  # the files may be whole
+                    raise  # the files may be intact
                 except Exception as error:  # Orbax and TensorStore raise many kinds for truncated and missing files
                     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if multihost.everywhere(items is not None):
@@ -166,30 +175,50 @@ class Checkpoints:
         names = (path.with_name(f"{step}.broken{n or ''}") for n in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
 
-    def _refuse_another(self, step: int, like: dict[str, Any], found: Any) -> None:
+    def _refuse_another(self, step: int, like: dict[str, Any], saved: Any, partial: bool) -> None:
         for name, item in like.items():
-            if lines := diff(_leaves(item), _leaves(found[name].tree)):
+            expected, actual = _leaves(item), _leaves(saved[name].tree)
+            if partial:
+                actual = {path: text for path, text in actual.items() if path in expected}
+            if lines := diff(expected, actual):
                 where = self.directory / str(step)
                 raise AnotherTree(f"checkpoint {where} holds other {name} than this run's:\n" + "\n".join(lines))
 
 
-def _placed(like: Any) -> Any:
-    """Where ``like`` says, else on one device, whatever devices it was saved on."""
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+def _read_part(options: Any, path: Path, like: Any) -> Any:
+    """The tensors of ``like`` from an item that may hold more."""
+    import orbax.checkpoint as ocp
 
-    def own(x):
+    arguments = ocp.checkpoint_utils.construct_restore_args(like)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
+        return reader.restore(path, args=ocp.args.PyTreeRestore(item=like, restore_args=arguments, partial_restore=True))
+
+
+def _with_sharding(like: Any) -> Any:
+    """``like`` as shapes with shardings: those that it has, else one device, whatever devices it was saved on."""
+    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def shape(x):
         abstract = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if abstract else one)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if abstract else one_device)
 
-    return jax.tree.map(own, like)
+    return jax.tree.map(shape, like)
 
 
 class AnotherTree(ValueError):
     """A checkpoint of another architecture, shape or dtype; the message is a tree diff."""
 
 
+def _joined(items: dict[str, Any], like: TrainState) -> TrainState:
+    """The state whose ``_split`` is ``items``."""
+    rest = items["rest"]
+    rng = _wrap(rest["key"], like.rng)
+    return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
+
+
 def _split(state: TrainState) -> dict[str, Any]:
-    """The two items, of arrays or of their shapes; ``state.rng`` under "key", as the integers it is made of, by its kind."""
+    """The two items of a step, as arrays or shapes. ``state.rng`` is kept under "key" as its integers, by the key's kind."""
     abstract = isinstance(state.rng, jax.ShapeDtypeStruct)
     key = _data(state.rng) if abstract else jax.random.key_data(state.rng)
     return {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state, "key": {_kind(state.rng): key}}}
@@ -201,7 +230,7 @@ def _data(key: Any) -> jax.ShapeDtypeStruct:
 
 
 def _wrap(data: dict[str, jax.Array], like: Any) -> jax.Array:
-    """The typed key, of the kind of ``like`` (a key or its shape), that ``data`` is the content of."""
+    """The typed key with the content ``data``, of the kind of ``like`` (a key or its shape)."""
     return jax.random.wrap_key_data(data[_kind(like)], impl=_kind(like))
 
 

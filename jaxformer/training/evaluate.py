@@ -42,7 +42,7 @@ def validation(
 
 
 def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], length: int, batch_size: int = 250) -> list[str]:
-    """Greedy outputs of an encoder–decoder, at most ``length`` tokens each."""
+    """The greedy outputs of an encoder–decoder for ``sources``, of at most ``length`` tokens each."""
     encoded = [tok.encode_prompt(text) for text in sources]
     width = max(map(len, encoded), default=0)
     ids = np.array([ids + [tok.pad_id] * (width - len(ids)) for ids in encoded], np.int32)

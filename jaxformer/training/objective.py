@@ -34,7 +34,8 @@ class Objective(Protocol):
 
     ``batch`` is a dict of arrays whose first axis is the rows; a call may see only some of the step's rows (one microbatch, one
     device). ``rng`` is a key for dropout, different in every call, or None in validation. ``total`` is a scalar. ``sums`` is a
-    dict of arrays that add up over rows, with the scalar ``"weight"``: how many tokens, pairs or rows were counted.
+    dict of arrays that add up over rows, with the scalar ``"weight"``: how many tokens, pairs or rows were counted. Arrays that
+    the function closes over, such as a frozen model, are constants: they are not trained, and every device has a copy.
 
     Attributes that an objective may have besides:
 
@@ -53,8 +54,8 @@ class Objective(Protocol):
 
 def mean_metrics(objective: Objective, sums: Any) -> dict[str, Any]:
     """The metrics of ``objective`` from sums over a whole step or split, its ``total`` among them as ``"loss"``."""
-    if own := getattr(objective, "metrics", None):
-        return own(sums)
+    if metrics := getattr(objective, "metrics", None):
+        return metrics(sums)
     count = balance.nonzero(sums["weight"])
     means = {name: value / count for name, value in sums.items() if jnp.ndim(value) == 0}
     return means | {"weight": sums["weight"]}

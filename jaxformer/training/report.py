@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what stays of it: progress bar, metrics.jsonl, TensorBoard events, loss.png."""
+"""Reports of a run: progress bar, metrics.jsonl, TensorBoard events, loss.png."""
 
 import json
 import logging
@@ -18,22 +18,22 @@ from rich.text import Text
 from jaxformer.parallel import multihost
 
 PLAIN_EVERY = 10.0
-"""Seconds between lines where the output is not a terminal and a bar would be noise."""
+"""Seconds between lines of progress where the output is not a terminal, which gets no progress bar."""
 
 
 def show_log(console: Console) -> None:
-    """Shows there what the library has to say while it works, such as which kernel computes attention."""
+    """Prints the library's log messages on the console, such as which kernel computes attention."""
     log = logging.getLogger("jaxformer")
-    if console.quiet:  # of several processes, not the first: warnings go where they would without a console
+    if console.quiet:  # not the first of several processes: warnings go where they would without a console
         return
     log.handlers = [RichHandler(console=console, show_time=False, show_path=False, show_level=False)]
     log.setLevel(logging.INFO)
 
 
 class Report:
-    """Of one run in ``directory``, from update ``start`` to ``steps``. Records after ``start`` (of updates that a crash has
-    undone) are dropped. ``fetch`` turns a step's metrics into floats. Of several processes only the first shows and writes
-    anything. Use as a context manager."""
+    """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. Records after ``start`` (of
+    updates that a crash has undone) are dropped. ``fetch`` turns a step's metrics into floats. With several processes, only
+    the first prints and writes anything."""
 
     def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
         from tensorboardX import SummaryWriter
@@ -75,7 +75,8 @@ class Report:
             self._events.close()
 
     def train(self, step: int, metrics: Any) -> None:
-        """After update ``step`` has been dispatched. Shown when the next one has: to read the metrics now would wait."""
+        """To be called when update ``step`` has been dispatched. Its metrics are shown when the next one has been: reading them
+        at once would wait for the devices."""
         self._show_pending()
         self._pending = (step, metrics)
 
@@ -85,8 +86,8 @@ class Report:
         step, metrics = self._pending[0], self._fetch(self._pending[1])
         self._pending = None
         if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"the loss of step {step} is {metrics['loss']}: lower optim.lr or look at the data")
-        if self._clock is None:  # the first step was compilation: the clock starts after it
+            raise FloatingPointError(f"the loss of step {step} is {metrics['loss']}: lower optim.lr, or check the data")
+        if self._clock is None:  # the first step includes compilation: the clock starts after it
             self._clock, self._first = time.perf_counter(), step
         else:
             self._tokens += metrics["weight"]
@@ -102,7 +103,7 @@ class Report:
             self.console.print(f"step {step}/{self._steps}  {shown}  left {left / 60:.1f} min")
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """After an evaluation: written to the files, shown, and drawn."""
+        """Writes, prints and draws the metrics of an evaluation."""
         self._show_pending()
         if metrics:
             self._write(step, "validation", metrics)
@@ -111,7 +112,7 @@ class Report:
             draw_losses(self._path, self.directory / "loss.png")
 
     def sample(self, step: int, title: str, text: str) -> None:
-        """A sample of what the model writes."""
+        """Prints a sample of the model's output, and writes it to the events."""
         self._events.add_text("sample", f"```\n{text}\n```", step)
         self.console.rule(title, align="left", style="dim")
         self.console.print(Text(text))
@@ -126,7 +127,7 @@ class Report:
 
 
 def results(console: Console, steps: int, directory: Path, score: dict[str, float], best: int | None, seconds: float) -> None:
-    """What a finished run has come to, and where it lies."""
+    """Prints the results of a finished run, and where they are."""
     rows = {name: f"{value:.4f}" for name, value in score.items()}
     rows |= {"best checkpoint": str(best), "time": f"{seconds:.0f} s"}
     rows |= {"curves": f"{directory}/loss.png, tensorboard --logdir {directory}", "records": f"{directory}/metrics.jsonl"}
@@ -138,17 +139,17 @@ def results(console: Console, steps: int, directory: Path, score: dict[str, floa
 
 
 def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
-    """Where every parameter lies (``sharding.table``)."""
-    shown = Table(title="Parameters on the mesh", title_justify="left")
+    """Prints where every parameter lies (``sharding.table``)."""
+    table = Table(title="Parameters on the mesh", title_justify="left")
     for name in ("parameter", "letters", "shape", "on"):
-        shown.add_column(name)
+        table.add_column(name)
     for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+        table.add_row(*row)
+    console.print(table)
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    """The records of a metrics.jsonl, without a last line that a crash cut short."""
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
@@ -162,7 +163,7 @@ def draw_losses(path: Path, image: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="cross-entropy, nats a token")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss")
     for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("validation", {"marker": "o"})):
         points = [(r["step"], r["loss"]) for r in records(path) if r["kind"] == kind]
         if points:

@@ -22,7 +22,7 @@ from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
 from jaxformer.training.migrate import migrated
-from jaxformer.training.optim import optimizer
+from jaxformer.training.optim import initial_params, optimizer
 
 __all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse"]
 
@@ -129,7 +129,7 @@ def initial_state(config: Config, params: Any = None) -> updates.TrainState:
     """The state of a run before its first update, with fresh parameters unless they are given."""
     params_key, rng = jax.random.split(jax.random.key(config.train.seed))
     if params is None:
-        params = model.init(config.model, params_key)
+        params = initial_params(config.optim, config.model, params_key)
     return updates.init_state(params, _optimizer(config), rng)
 
 
@@ -137,20 +137,25 @@ def _optimizer(config: Config) -> Any:
     return optimizer(config.optim, config.model, config.train.steps)
 
 
-def load(run_directory: str | Path, shardings: Any = None) -> tuple[ModelConfig, dict, Any]:
+def load(run_directory: str | Path, shardings: Any = None, ema: bool | None = None) -> tuple[ModelConfig, dict, Any]:
     """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint. shardings: where each parameter is to
-    lie; one device unless given.
+    lie; one device unless given. ema: whether to give the running mean of the parameters (``optim.ema``) in their place; unless
+    given, if the run keeps one, which is then what it has evaluated.
 
-    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit.
+    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit, and for the mean of a
+    run that keeps none.
     """
     directory = Path(run_directory)
-    cfg = read_run(directory).model
+    config = read_run(directory)
+    cfg, keeps = config.model, config.optim.ema > 0
+    if ema and not keeps:
+        raise ValueError(f"{directory} keeps no running mean of its parameters (optim.ema=0)")
     like = specs.abstract(model.spec(cfg), cfg)
     if shardings is not None:
         like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
     checkpoints = Checkpoints(directory / "checkpoints")
     try:
-        params = checkpoints.restore_params(like)
+        params = checkpoints.restore_params(like, ema=keeps if ema is None else ema)
     finally:
         checkpoints.close()
     return cfg, params, tokenizer.load(directory)
@@ -169,7 +174,7 @@ def _fields(config: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and field.name not in config.UNCHECKED:  # a component is compared as a whole
             flat |= _fields(value, f"{prefix}{field.name}.")
         else:
             flat[prefix + field.name] = value

@@ -11,17 +11,20 @@ import collections
 import json
 import logging
 import sys
+import tempfile
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from cases import CASES, Case
+from safetensors.numpy import save_file
 from weights import FOLDER, draw
 
-from jaxformer.hf import peer as reference
-from jaxformer.hf.peer import PROMPT, VALID
+from jaxformer.hf import transformers_reference as reference
+from jaxformer.hf.transformers_reference import EAGER, NEW_TOKENS, PROMPT, VALID
 
 TRIES = 400
 MARGIN = 0.01
@@ -33,6 +36,13 @@ ROUNDING = 1e-5
 SEEN = 5e-4
 """A config change that a fixture is there for moves some output by more: fifty times what float32 does. GELU's two forms, which
 differ by 5e-4 themselves, come closest to it."""
+SOURCE = ("input_ids", "attention_mask", "token_type_ids")
+_BEAM = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": NEW_TOKENS}
+BEAMS: dict[str, dict[str, Any]] = {
+    "beam": _BEAM | {"length_penalty": 1.0, "early_stopping": False},
+    "beam2": _BEAM | {"length_penalty": 0.6, "early_stopping": True},
+    "beam3": _BEAM | {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 2.0, "early_stopping": "never"},
+}
 
 
 class Refused(Exception):
@@ -44,9 +54,51 @@ def require(holds: Any, why: str) -> None:
         raise Refused(why)
 
 
+def configured(name: str, keywords: dict[str, Any]) -> Any:
+    """The config of the class ``name``."""
+    return getattr(transformers, name).config_class(**keywords)
+
+
+def shapes_of(name: str, config: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a file of the class ``name`` holds."""
+    return {key: value.shape for key, value in sorted(reference.saved(getattr(transformers, name)(config))[0].items())}
+
+
+def model_of(name: str, config: Any, tensors: dict[str, np.ndarray]) -> Any:
+    """The model with exactly these tensors, read from a file as a user's would be."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        transformers.GenerationConfig().save_pretrained(folder)  # from_pretrained looks for it
+        model, report = getattr(transformers, name).from_pretrained(
+            folder, config=config, dtype=torch.float32, **EAGER, output_loading_info=True
+        )
+    assert not any(report.values()), report
+    again = reference.saved(model)[0]
+    assert again.keys() == tensors.keys() and all(np.array_equal(again[key], tensors[key]) for key in tensors), (
+        "not what it read"
+    )
+    return reference.without_padding_rows(model.eval())
+
+
+def beams(model: Any, prompt: dict[str, torch.Tensor], eos: int) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Ids [B, n, T], scores [B, n] and lengths [B, n] of every setting, best first."""
+    results = {}
+    start = 1 if model.config.is_encoder_decoder else prompt["input_ids"].shape[1]
+    for name, settings in BEAMS.items():
+        out = reference.generate(model, prompt, eos, **settings)
+        shape = (-1, settings["num_return_sequences"])
+        sequences, lengths = reference.pad_after_end(out.sequences.numpy(), start, eos, model.generation_config.pad_token_id)
+        results[name] = (
+            sequences.reshape(*shape, sequences.shape[-1]),
+            out.sequences_scores.numpy().reshape(shape),
+            lengths.reshape(shape),
+        )
+    return results
+
+
 def inputs_of(case: Case, config: Any, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.RandomState(seed)
-    found = reference.drawn(rng, config, masked=case.model.endswith("MaskedLM"))
+    found = reference.draw_inputs(rng, config, masked=case.model.endswith("MaskedLM"))
     words = np.setdiff1d(
         np.arange(3, config.vocab_size), [i for i in (config.pad_token_id, config.eos_token_id) if i is not None]
     )
@@ -77,40 +129,40 @@ def search(models: list[Any], inputs: dict[str, np.ndarray], report: dict[str, A
     sequences, logits, lengths = reference.greedy(models[0], prompt, eos)
     best = np.sort(logits, -1)[..., -2:]
     margin = (best[..., 1] - best[..., 0])[np.arange(logits.shape[1]) < lengths[:, None]].min()
-    report |= {"greedy_margin": float(margin), "greedy_distinct": len(np.unique(sequences[:, -reference.NEW_TOKENS :]))}
+    report |= {"greedy_margin": float(margin), "greedy_distinct": len(np.unique(sequences[:, -NEW_TOKENS:]))}
     require(margin > MARGIN, "greedy margin")
     require(report["greedy_distinct"] >= 5, "greedy repeats itself")
     if eos is not None:
-        require(len(set(lengths)) > 1 and lengths.max() == reference.NEW_TOKENS, "greedy rows end together")
+        require(len(set(lengths)) > 1 and lengths.max() == NEW_TOKENS, "greedy rows end together")
     for other in models[1:]:
         require(np.array_equal(reference.greedy(other, prompt, eos)[0], sequences), "greedy depends on rounding")
     found = {"greedy_ids": sequences, "greedy_step_logits": logits if eos is not None else logits[0]}
     if several is None:
         return found
-    results = reference.beams(models[0], several, config.eos_token_id)
+    results = beams(models[0], several, config.eos_token_id)
     for name, (_, scores, lengths) in results.items():
         report[f"{name}_lengths"] = np.unique(lengths).tolist()
         require(np.diff(-scores).min() > 1e-4, "beam scores tie")
     require(len(report["beam_lengths"]) >= 4 and len(report["beam2_lengths"]) >= 3, "beams end together")
     require(any(results[n][0].tolist() != results["beam"][0].tolist() for n in ("beam2", "beam3")), "settings do not matter")
     for other in models[1:]:
-        for name, (sequences, _, _) in reference.beams(other, several, config.eos_token_id).items():
+        for name, (sequences, _, _) in beams(other, several, config.eos_token_id).items():
             require(np.array_equal(sequences, results[name][0]), "beams depend on rounding")
     for name, (sequences, scores, _) in results.items():
         found |= {f"{name}_ids": sequences, f"{name}_scores": scores}
     tokens = {"eos_token_id": config.eos_token_id, "pad_token_id": models[0].generation_config.pad_token_id}
-    found["beams"] = np.asarray(json.dumps({name: settings | tokens for name, settings in reference.BEAMS.items()}))
+    found["beams"] = np.asarray(json.dumps({name: settings | tokens for name, settings in BEAMS.items()}))
     return found
 
 
 def ends(case: Case, tensors: dict[str, np.ndarray], seed: int) -> list[int | None]:
     """End tokens to try: those that occur in beams which do not end, the commonest first."""
-    config = reference.configured(case.model, case.config)
+    config = configured(case.model, case.config)
     if not (case.beams or config.is_encoder_decoder):
         return [None]
     _, several = prompts(inputs_of(case, config, seed))
-    found = reference.generated(reference.built(case.model, config, tensors), several, None, **reference.BEAMS["beam"])
-    tokens, counts = np.unique(found.sequences[:, -reference.NEW_TOKENS :].numpy(), return_counts=True)
+    found = reference.generate(model_of(case.model, config, tensors), several, None, **BEAMS["beam"])
+    tokens, counts = np.unique(found.sequences[:, -NEW_TOKENS:].numpy(), return_counts=True)
     special = {config.pad_token_id, getattr(config, "decoder_start_token_id", None)}
     return [int(token) for token in tokens[np.argsort(-counts, kind="stable")] if token not in special][:4]
 
@@ -122,7 +174,7 @@ def largest(one: dict[str, np.ndarray], other: dict[str, np.ndarray], key: str) 
 def padding(model: Any, inputs: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> dict[str, float]:
     """How far the padded row is from the same row without padding, and from the same row without a mask."""
     key = next(name for name in found if name in ("logits_padded", "last_hidden_state_padded"))
-    cut = {name: array[:, :VALID] if name in reference.SOURCE else array for name, array in inputs.items()}
+    cut = {name: array[:, :VALID] if name in SOURCE else array for name, array in inputs.items()}
     no_mask = inputs | {"attention_mask": np.ones_like(inputs["attention_mask"])}
     alone, unmasked = reference.outputs(model, cut)[key][1, :VALID], reference.outputs(model, no_mask)[key][1, :VALID]
     masked = found[key][1, :VALID]
@@ -141,7 +193,7 @@ def attempt(case: Case, seed: int, eos: int | None, tensors: dict[str, np.ndarra
     def built(changes: dict[str, Any] | None = None, noise: float = 0.0) -> Any:
         rng = np.random.RandomState(seed)
         noisy = {name: (t * (1 + noise * rng.standard_normal(t.shape))).astype(np.float32) for name, t in tensors.items()}
-        return reference.built(case.model, reference.configured(case.model, keywords | (changes or {})), noisy)
+        return model_of(case.model, configured(case.model, keywords | (changes or {})), noisy)
 
     model = built()
     inputs = inputs_of(case, model.config, seed)
@@ -159,7 +211,7 @@ def attempt(case: Case, seed: int, eos: int | None, tensors: dict[str, np.ndarra
     ]
     assert min(report["changes"], default=1.0) > SEEN, f"blind: {report}"
     report |= padding(model, inputs, found)
-    config = reference.stored(model)[1]
+    config = reference.saved(model)[1]
     if case.config.get("tie_word_embeddings") is False:  # T5's config overrides it; the published 1.1 files say false
         config = config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false')
     found |= reference.hidden(model, inputs) | reference.gradients(model, inputs)
@@ -168,7 +220,7 @@ def attempt(case: Case, seed: int, eos: int | None, tensors: dict[str, np.ndarra
 
 def make(name: str) -> None:
     case = CASES[name]
-    shapes = reference.shapes_of(case.model, reference.configured(case.model, case.config)) | case.extra
+    shapes = shapes_of(case.model, configured(case.model, case.config)) | case.extra
     first = zlib.crc32(name.encode()) % 10_000  # cases of the same shapes have different weights
     refusals: collections.Counter[str] = collections.Counter()
     for seed in range(first, first + TRIES):

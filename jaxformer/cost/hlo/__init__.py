@@ -77,7 +77,7 @@ def _problem(problems: list[str]) -> str:
     if not problems:
         return ""
     spelled = lambda versions: " and ".join(f"{name} {version}" for name, version in versions.items())
-    written = f"It was written by {spelled(versions())}; tested are {spelled(TESTED)}"
+    written = f"It was written by {spelled(versions())}; the reader was tested with {spelled(TESTED)}"
     return f"XLA's text was not understood, and is left out, in: {'; '.join(problems)}. {written}"
 
 

@@ -35,7 +35,9 @@ class Names:
 
     def __init__(self, module: Module, activations: Dims, parameters: Dims):
         computations = module.computations.values()
-        self._instructions = {one.name: one for computation in computations for one in computation.instructions}
+        self._instructions = {
+            instruction.name: instruction for computation in computations for instruction in computation.instructions
+        }
         self._activations: dict[tuple[int, ...], list[str]] = {}
         for name, dims in activations.items():
             for key in {_wide(dims), tuple(sorted(_wide(dims)))}:
@@ -46,12 +48,12 @@ class Names:
 
     def is_backward_product(self, name: str) -> bool:
         """Whether an instruction is a matrix product of the backward pass."""
-        one = self._instructions.get(name)
-        return one is not None and "transpose(" in one.op_name and flops(one) > 0
+        instruction = self._instructions.get(name)
+        return instruction is not None and "transpose(" in instruction.op_name and flops(instruction) > 0
 
     def argument(self, size: int, values: list[Value]) -> Buffer:
         """The buffer of an argument of the program. values: all that share its memory."""
-        paths = [one.op_name for value in values if (one := self._instruction(value.name))]
+        paths = [instruction.op_name for value in values if (instruction := self._instruction(value.name))]
         path = next((path for path in paths if path and not path.startswith("jit(")), "")
         start = re.match(r"(?:state\.)?(\w*)", path)
         kind = _ARGUMENTS.get(start[1] if start else "", "temporaries")
@@ -86,10 +88,10 @@ class Names:
         dims = _wide(_dims(shape))
         ordered = tuple(sorted(dims))
         forms = (dims, dims[1:], ordered, *(ordered[:i] + ordered[i + 1 :] for i in range(len(ordered))))
-        *scope, last = name.split("/")
+        *scopes, last = name.split("/")
         for known in (known for form in forms for known in self._activations.get(form, ())):
             every_layer = re.sub(r"\.\d+\.", ".*.", known)
-            if scope and scope == [part for part in known.split(".")[:-1] if not part.isdigit()]:
+            if scopes and scopes == [scope for scope in known.split(".")[:-1] if not scope.isdigit()]:
                 return f"{every_layer} ({last})"
             if re.fullmatch(r"[\w\-]+\.\d+(\{\d+\})?", name):  # XLA's own name, which says nothing
                 return f"of the shape of {every_layer}"
@@ -100,28 +102,28 @@ class Names:
 
     def _origin(self, value: str, depth: int = 0) -> str:
         """The scopes and primitive that computed a value; for a slice written into a stack, those of the slice."""
-        one = self._instruction(value)
-        if one is None:
+        instruction = self._instruction(value)
+        if instruction is None:
             return ""
-        if depth > 4 or (_primitive(one.op_name) not in _SILENT and one.op != "parameter"):
-            return one.op_name
-        source = self._moved(one, value)
-        return (self._origin(source, depth + 1) if source else "") or one.op_name
+        if depth > 4 or (_primitive(instruction.op_name) not in _SILENT and instruction.op != "parameter"):
+            return instruction.op_name
+        source = self._moved(instruction, value)
+        return (self._origin(source, depth + 1) if source else "") or instruction.op_name
 
-    def _moved(self, one: Instruction, value: str) -> str | None:
+    def _moved(self, instruction: Instruction, value: str) -> str | None:
         """The value that an instruction only moves elsewhere."""
-        if one.op in _MOVES and one.operands:
-            return one.operands[0]
-        if one.op == "dynamic-update-slice":
-            return one.operands[1]
-        if one.op != "fusion" or one.inner is None:
+        if instruction.op in _MOVES and instruction.operands:
+            return instruction.operands[0]
+        if instruction.op == "dynamic-update-slice":
+            return instruction.operands[1]
+        if instruction.op != "fusion" or instruction.inner is None:
             return None
-        output = one.inner.root
+        output = instruction.inner.root
         if output.op == "tuple" and (number := re.search(r"\{(\d+)\}", value)):
             output = output.inputs[int(number[1])]
         for _ in range(8):
             if output.op == "parameter":
-                return one.operands[output.parameter_number] if output.parameter_number < len(one.operands) else None
+                return next(iter(instruction.operands[output.parameter_number :]), None)
             if _primitive(output.op_name) not in _SILENT:
                 return output.name
             if not output.operands:
@@ -142,13 +144,13 @@ def _dotted(path: str) -> str:
 
 def _scopes(path: str) -> str:
     """``jit(update)/transpose(jvp(decoder))/while/body/mlp/dot_general`` is ``decoder/mlp/dot_general, backward``."""
-    parts = []
-    for part in path.split(";")[0].split("/"):
-        while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", part):
-            part = wrapped[1]
-        if part and part not in _WRAPPERS and not part.startswith("jit("):
-            parts.append(part)
-    return ("/".join(parts) or _primitive(path)) + (", backward" if "transpose(" in path else "")
+    scopes = []
+    for scope in path.split(";")[0].split("/"):
+        while wrapped := re.fullmatch(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)", scope):
+            scope = wrapped[1]
+        if scope and scope not in _WRAPPERS and not scope.startswith("jit("):
+            scopes.append(scope)
+    return ("/".join(scopes) or _primitive(path)) + (", backward" if "transpose(" in path else "")
 
 
 def _dims(shape: str) -> tuple[int, ...]:

@@ -54,13 +54,15 @@ def read_buffers(
     backward = min((at for at, name in order.items() if names.is_backward_product(name)), default=None)
     buffers, gaps = [], 0
     # Arguments first: they add to the shapes by which a parameter's copies and gradients are recognized.
-    for one in sorted(allocations, key=lambda a: "parameter" not in a.attributes):
-        if re.search(r"parameter \d+", one.attributes):
-            buffers.append(names.argument(one.size, one.values))
-        elif "constant" in one.attributes:
-            buffers.append(Buffer(one.size, "temporaries", "constant", one.values[0].shape if one.values else ""))
+    for allocation in sorted(allocations, key=lambda a: "parameter" not in a.attributes):
+        if re.search(r"parameter \d+", allocation.attributes):
+            buffers.append(names.argument(allocation.size, allocation.values))
+        elif "constant" in allocation.attributes:
+            buffers.append(
+                Buffer(allocation.size, "temporaries", "constant", allocation.values[0].shape if allocation.values else "")
+            )
         else:
-            alive, gap = _fullest(one, spans)
+            alive, gap = _fullest(allocation, spans)
             gaps += gap
             buffers += [names.temporary(values, spans, backward) for values in alive]
     buffers.sort(key=lambda buffer: -buffer.bytes)
@@ -103,10 +105,10 @@ def _fullest(arena: _Allocation, spans: dict[str, Span]) -> tuple[list[list[Valu
         if sum(other.size for other in alive) > most:  # only then can they cover more
             used = _union((other.offset, other.offset + other.size) for other in alive)
             most, now = max((most, now), (used, start), key=lambda moment: moment[0])
-    places = {(v.offset, v.size) for v in timed if spans[v.name][0] <= now <= spans[v.name][1]}
+    regions = {(v.offset, v.size) for v in timed if spans[v.name][0] <= now <= spans[v.name][1]}
     kept: list[list[Value]] = []
     covered: list[tuple[int, int]] = []
-    for offset, size in sorted(places, key=lambda place: -place[1]):
+    for offset, size in sorted(regions, key=lambda region: -region[1]):
         before = _union(covered)
         covered.append((offset, offset + size))
         if _union(covered) > before:  # a value inside the memory of another is no buffer of its own

@@ -35,46 +35,46 @@ def find_collectives(module: Module, topology: Topology, coordinates: list[tuple
     """The collectives of a program. One that runs beside other instructions is written several times: at its start, beside
     each of them and at its end. Its channel identifies it, and it counts once. coordinates: each device's in the torus."""
     by_channel: dict[tuple[str, object, str], Collective] = {}
-    for one, times in module.executed():
-        for part in _parts(one):
-            channel = part.number(r"channel_id=(\d+)")
-            identity = channel if channel is not None else f"{part.computation.name} {part.name}"
-            hidden = _overlapped(one) or (part is not one and flops(one) > 0)
-            for kind, size in _kinds(part).items():
-                key = (one.computation.name, identity, kind)
+    for instruction, times in module.executed():
+        for collective in _parts(instruction):
+            channel = collective.number(r"channel_id=(\d+)")
+            identity = channel if channel is not None else f"{collective.computation.name} {collective.name}"
+            hidden = _overlapped(instruction) or (collective is not instruction and flops(instruction) > 0)
+            for kind, size in _kinds(collective).items():
+                key = (instruction.computation.name, identity, kind)
                 if key in by_channel:
                     by_channel[key].hidden |= hidden
                     continue
-                seconds = _seconds(kind, size, _groups(part), topology, coordinates)
+                seconds = _seconds(kind, size, _groups(collective), topology, coordinates)
                 by_channel[key] = Collective(kind, times, size, seconds, hidden)
     return list(by_channel.values())
 
 
-def _parts(one: Instruction) -> Iterator[Instruction]:
+def _parts(instruction: Instruction) -> Iterator[Instruction]:
     """The collectives of an instruction, which may be a fusion."""
-    if _base(one):
-        yield one
-    elif one.inner:
-        for part in one.inner.instructions:
-            yield from _parts(part)
+    if _base(instruction):
+        yield instruction
+    elif instruction.inner:
+        for collective in instruction.inner.instructions:
+            yield from _parts(collective)
 
 
-def _base(one: Instruction) -> str | None:
-    base = one.op.removesuffix("-start")
+def _base(instruction: Instruction) -> str | None:
+    base = instruction.op.removesuffix("-start")
     return base if base in KINDS else None
 
 
-def _kinds(part: Instruction) -> dict[str, float]:
+def _kinds(collective: Instruction) -> dict[str, float]:
     """Bytes by kind. An all-reduce whose result each device then slices is a reduce-scatter; one of zeros into which each
     device has written its slice is an all-gather that XLA has turned into an all-reduce, at twice the traffic."""
-    base = _base(part) or ""
+    base = _base(collective) or ""
     if base == "all-gather":
-        shapes = part.shapes[len(part.shapes) // 2 :] if part.op.endswith("-start") else part.shapes
+        shapes = collective.shapes[len(collective.shapes) // 2 :] if collective.op.endswith("-start") else collective.shapes
         return {base: sum(shape.bytes for shape in shapes)}
     sizes: dict[str, float] = {}
-    for operand in filter(lambda operand: operand.shapes, part.inputs):
+    for operand in filter(lambda operand: operand.shapes, collective.inputs):
         kind = base
-        if base == "all-reduce" and part.computation.name.startswith("all-reduce-scatter"):
+        if base == "all-reduce" and collective.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"
         elif base == "all-reduce" and _is_padded(operand):
             kind = AS_REDUCE
@@ -82,24 +82,24 @@ def _kinds(part: Instruction) -> dict[str, float]:
     return sizes
 
 
-def _is_padded(one: Instruction) -> bool:
+def _is_padded(instruction: Instruction) -> bool:
     """Whether this is a device's slice of an array amid zeros."""
     for _ in range(8):
-        if one.op == "fusion" and one.inner:
-            one = one.inner.root
-        elif one.op in _MOVES and one.inputs[0].shapes:
-            one = one.inputs[0]
-    return one.op == "dynamic-update-slice"
+        if instruction.op == "fusion" and instruction.inner:
+            instruction = instruction.inner.root
+        elif instruction.op in _MOVES and instruction.inputs[0].shapes:
+            instruction = instruction.inputs[0]
+    return instruction.op == "dynamic-update-slice"
 
 
 _MOVES = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "transpose")
 
 
-def _overlapped(one: Instruction) -> bool:
-    if not one.op.endswith("-start"):
+def _overlapped(instruction: Instruction) -> bool:
+    if not instruction.op.endswith("-start"):
         return False
-    instructions, running = one.computation.instructions, {one.name}
-    for later in instructions[instructions.index(one) + 1 :]:
+    instructions, running = instruction.computation.instructions, {instruction.name}
+    for later in instructions[instructions.index(instruction) + 1 :]:
         if running.intersection(later.operands):
             if later.op.endswith("-done"):
                 return False
@@ -126,22 +126,22 @@ def _seconds(kind: str, size: float, groups: list[list[int]] | None, topology: T
     return passes * size * share / (topology.chip.link * max(links, 1))
 
 
-def _groups(part: Instruction) -> list[list[int]] | None:
+def _groups(collective: Instruction) -> list[list[int]] | None:
     """The replica groups, or the pairs of a permutation; None if all devices take part. Raises ValueError for other groups."""
     numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
-    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", part.text):
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", collective.text):
         return [numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])]
-    if iota := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", part.text):
+    if iota := re.search(rf"replica_groups=\[\d+,(\d+)\]<={_IOTA}", collective.text):
         return _iota(iota[2], iota[3]).reshape(-1, int(iota[1])).tolist()
-    if mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))?\s*\{{([^}}]*)\}}", part.text):
+    if mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))?\s*\{{([^}}]*)\}}", collective.text):
         sides = dict(re.findall(r"'([^']*)'=(\d+)", mesh[1]))
         chosen = [name in mesh[4] for name in (f"'{name}'" for name in sides)]
         devices = _iota(mesh[2] or ",".join(sides.values()), mesh[3]).reshape([int(side) for side in sides.values()])
         order = sorted(range(len(sides)), key=lambda axis: chosen[axis])  # a group runs over the chosen axes
         width = math.prod(int(side) for side, is_chosen in zip(sides.values(), chosen, strict=True) if is_chosen)
         return devices.transpose(order).reshape(-1, width).tolist()
-    if other := re.search(r"replica_groups=(?!\{\}).{0,80}", part.text):
-        raise ValueError(f"the devices of {part.name}, {other[0]}")
+    if other := re.search(r"replica_groups=(?!\{\}).{0,80}", collective.text):
+        raise ValueError(f"the devices of {collective.name}, {other[0]}")
     return None
 
 

@@ -35,12 +35,12 @@ class Work:
 def count(module: Module) -> Work:
     """The work of a program."""
     work = Work()
-    for one, times in module.executed():
-        work.flops += times * flops(one)
-        work.cycles += times * (one.number(r'"estimated_cycles":"(\d+)"') or 0)
-        work.traffic += times * traffic(one)
-        work.unknown_loops += one.op == "while" and one.trip_count is None
-        for kernel in filter(_is_kernel, [one, *(one.inner.instructions if one.inner else ())]):
+    for instruction, times in module.executed():
+        work.flops += times * flops(instruction)
+        work.cycles += times * (instruction.number(r'"estimated_cycles":"(\d+)"') or 0)
+        work.traffic += times * traffic(instruction)
+        work.unknown_loops += instruction.op == "while" and instruction.trip_count is None
+        for kernel in filter(_is_kernel, [instruction, *(instruction.inner.instructions if instruction.inner else ())]):
             name = _kernel_name(kernel)
             work.kernels[name] = work.kernels.get(name, 0) + times
             if (counted := kernel_flops(kernel)) is None:
@@ -50,30 +50,30 @@ def count(module: Module) -> Work:
     return work
 
 
-def flops(one: Instruction) -> float:
+def flops(instruction: Instruction) -> float:
     """FLOPs of one instruction with everything fused into it."""
-    if one.op == "dot":
-        return _dot(one)
-    if one.op == "convolution":
-        return _convolution(one)
-    return sum(map(flops, one.inner.instructions)) if one.inner else 0.0
+    if instruction.op == "dot":
+        return _dot(instruction)
+    if instruction.op == "convolution":
+        return _convolution(instruction)
+    return sum(map(flops, instruction.inner.instructions)) if instruction.inner else 0.0
 
 
-def _dot(one: Instruction) -> float:
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", one.text)
+def _dot(instruction: Instruction) -> float:
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.text)
     axes = [int(n) for n in contracted[1].split(",") if n] if contracted else []
-    return 2.0 * math.prod(one.shapes[0].dims) * math.prod(one.inputs[0].shapes[0].dims[axis] for axis in axes)
+    return 2.0 * math.prod(instruction.shapes[0].dims) * math.prod(instruction.inputs[0].shapes[0].dims[axis] for axis in axes)
 
 
-def _convolution(one: Instruction) -> float:
+def _convolution(instruction: Instruction) -> float:
     """2 per multiply-add that meets an element of the input: neither its padding nor the holes of its dilation, which is how
     TPUs write products with batch dimensions."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.text)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
     if not labels:
         return 0.0
-    left, right, out = one.inputs[0].shapes[0].dims, one.inputs[1].shapes[0].dims, one.shapes[0].dims
+    left, right, out = instruction.inputs[0].shapes[0].dims, instruction.inputs[1].shapes[0].dims, instruction.shapes[0].dims
     left_axes, right_axes, out_axes = ({letter: axis for axis, letter in enumerate(group)} for group in labels.groups())
-    written = re.search(r"window=\{([^}]*)\}", one.text)
+    written = re.search(r"window=\{([^}]*)\}", instruction.text)
     window = {key: value.split("x") for key, value in re.findall(r"(\w+)=([\dx_\-]+)", written[1] if written else "")}
     pairs = 1
     for number, letter in enumerate(sorted(filter(str.isdigit, labels[1]))):
@@ -84,7 +84,7 @@ def _convolution(one: Instruction) -> float:
         sizes = left[left_axes[letter]], right[right_axes[letter]], out[out_axes[letter]]
         pairs *= _valid(*sizes, stride, low, dilation, spread)
     features = right[right_axes["i"]] * out[out_axes["f"]]
-    return 2.0 * pairs * features * left[left_axes["b"]] / (one.number(r"batch_group_count=(\d+)") or 1)
+    return 2.0 * pairs * features * left[left_axes["b"]] / (instruction.number(r"batch_group_count=(\d+)") or 1)
 
 
 def _valid(size: int, window: int, out: int, stride: int, low: int, dilation: int, window_dilation: int) -> int:
@@ -100,21 +100,21 @@ def _valid(size: int, window: int, out: int, stride: int, low: int, dilation: in
     return pairs
 
 
-def traffic(one: Instruction) -> float:
+def traffic(instruction: Instruction) -> float:
     """Bytes that one instruction reads from main memory and writes to it. If it only slices an operand, the slice counts; if
     it updates one in place, the update."""
-    if one.op in _FREE or (one.op == "custom-call" and not _is_kernel(one)):
+    if instruction.op in _FREE or (instruction.op == "custom-call" and not _is_kernel(instruction)):
         return 0.0
-    if one.op in ("dynamic-slice", "slice", "gather"):
-        return 2 * _bytes(one.shapes)
-    if one.op == "dynamic-update-slice":
-        return 2 * _bytes(one.inputs[1].shapes[:1])
-    if one.op in ("copy-start", "slice-start", "async-start"):  # (to, from, …): one side is on the chip
-        if one.inner and not one.inner.root.op.endswith(("slice", "copy")):
+    if instruction.op in ("dynamic-slice", "slice", "gather"):
+        return 2 * _bytes(instruction.shapes)
+    if instruction.op == "dynamic-update-slice":
+        return 2 * _bytes(instruction.inputs[1].shapes[:1])
+    if instruction.op in ("copy-start", "slice-start", "async-start"):  # (to, from, …): one side is on the chip
+        if instruction.inner and not instruction.inner.root.op.endswith(("slice", "copy")):
             return 0.0
-        return min(shape.bytes for shape in one.shapes[:2]) * sum(shape.space == 0 for shape in one.shapes[:2])
-    read = sum(_read(one.inner, number, source.shapes) for number, source in enumerate(one.inputs))
-    return read + (_written(one.inner) if one.inner else _bytes(one.shapes))
+        return min(shape.bytes for shape in instruction.shapes[:2]) * sum(shape.space == 0 for shape in instruction.shapes[:2])
+    read = sum(_read(instruction.inner, number, source.shapes) for number, source in enumerate(instruction.inputs))
+    return read + (_written(instruction.inner) if instruction.inner else _bytes(instruction.shapes))
 
 
 def _read(inner: Computation | None, number: int, shapes: list[Shape]) -> float:
@@ -145,14 +145,14 @@ def _bytes(shapes: list[Shape]) -> float:
 # Pallas kernels
 
 
-def _is_kernel(one: Instruction) -> bool:
-    target = re.search(r'custom_call_target="([^"]*)"', one.text) if one.op == "custom-call" else None
+def _is_kernel(instruction: Instruction) -> bool:
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.text) if instruction.op == "custom-call" else None
     return target is not None and target[1] in KERNELS
 
 
-def _kernel_name(one: Instruction) -> str:
-    scopes = one.op_name.split("/")
-    return scopes[-2] if scopes[-1] == "pallas_call" and len(scopes) > 1 else re.sub(r"[.\d]+$", "", one.name)
+def _kernel_name(instruction: Instruction) -> str:
+    scopes = instruction.op_name.split("/")
+    return scopes[-2] if scopes[-1] == "pallas_call" and len(scopes) > 1 else re.sub(r"[.\d]+$", "", instruction.name)
 
 
 PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
@@ -160,19 +160,19 @@ PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
 and dK. dq: the scores again, dP and dQ. A kernel that computes dK, dV and dQ together makes five."""
 
 
-def kernel_flops(one: Instruction) -> float | None:
+def kernel_flops(instruction: Instruction) -> float | None:
     """By the kernel's own cost estimate, or for an attention kernel by its shapes with half of the scores masked; None if
     neither is known."""
-    if estimate := one.number(r'"?cost_estimate"?:\{[^}]*"?flops"?:"?(\d+)'):
+    if estimate := instruction.number(r'"?cost_estimate"?:\{[^}]*"?flops"?:"?(\d+)'):
         return float(estimate)
-    name = (_kernel_name(one) + " " + one.op_name).lower()
-    products = next((n for part, n in PRODUCTS.items() if part in name), None)
-    arrays = [one.shapes[0] for one in one.inputs if one.shapes and one.shapes[0].dtype in ("bf16", "f32")]
+    name = (_kernel_name(instruction) + " " + instruction.op_name).lower()
+    products = next((n for word, n in PRODUCTS.items() if word in name), None)
+    arrays = [shape for source in instruction.inputs for shape in source.shapes[:1] if shape.dtype in ("bf16", "f32")]
     arrays = [shape for shape in arrays if len(shape.dims) >= 3]
     if products is None or len(arrays) < 2 or not any(word in name for word in ("attention", "mha", "mqa", "splash")):
         return None
     query, key = arrays[:2]
-    gradients = [shape for shape in one.shapes if shape.dims[-2:] == key.dims[-2:] and len(shape.dims) >= len(key.dims)]
+    gradients = [shape for shape in instruction.shapes if shape.dims[-2:] == key.dims[-2:] and len(shape.dims) >= len(key.dims)]
     if "dkv" in name and len(gradients) == 3:
         products = 5
     return 2.0 * products * math.prod(query.dims) * key.dims[-2] / 2

@@ -108,31 +108,31 @@ class Instruction:
         return _constant(_source(start.inputs[index])) if start.op == "tuple" and index is not None else None
 
 
-def _source(one: Instruction, fusion: Instruction | None = None) -> Instruction:
+def _source(instruction: Instruction, fusion: Instruction | None = None) -> Instruction:
     """The instruction that ``one`` is or copies; a parameter of a fusion is the fusion's operand."""
-    while one.op in _COPIES or (one.op == "parameter" and fusion):
-        if one.op in _COPIES:
-            one = one.inputs[0]
+    while instruction.op in _COPIES or (instruction.op == "parameter" and fusion):
+        if instruction.op in _COPIES:
+            instruction = instruction.inputs[0]
         else:
-            one, fusion = fusion.inputs[one.parameter_number], None  # type: ignore[union-attr]
-    return one
+            instruction, fusion = fusion.inputs[instruction.parameter_number], None  # type: ignore[union-attr]
+    return instruction
 
 
-def _terms(one: Instruction, op: str) -> tuple[list[Instruction], str]:
+def _terms(instruction: Instruction, op: str) -> tuple[list[Instruction], str]:
     """The operands of an instruction that is an ``op`` or a fusion around one, and its text."""
-    inner = one.inner.root if one.inner else one
-    fusion = one if one.inner else None
+    inner = instruction.inner.root if instruction.inner else instruction
+    fusion = instruction if instruction.inner else None
     return ([_source(term, fusion) for term in inner.inputs], inner.text) if inner.op == op else ([], "")
 
 
-def _element(one: Instruction) -> int | None:
+def _element(instruction: Instruction) -> int | None:
     """Which element of its computation's parameter it is."""
-    is_element = one.op == "get-tuple-element" and one.inputs[0].op == "parameter"
-    return one.number(r"index=(\d+)") if is_element else None
+    is_element = instruction.op == "get-tuple-element" and instruction.inputs[0].op == "parameter"
+    return instruction.number(r"index=(\d+)") if is_element else None
 
 
-def _constant(one: Instruction) -> int | None:
-    return one.number(r"^(-?\d+)\)") if one.op == "constant" else None
+def _constant(instruction: Instruction) -> int | None:
+    return instruction.number(r"^(-?\d+)\)") if instruction.op == "constant" else None
 
 
 @dataclass(eq=False)
@@ -145,15 +145,15 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        return {one.name: one for one in self.instructions}
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
     def root(self) -> Instruction:
-        return next((one for one in self.instructions if one.is_root), self.instructions[-1])
+        return next((instruction for instruction in self.instructions if instruction.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        return {one.parameter_number: one for one in self.instructions if one.op == "parameter"}
+        return {instruction.parameter_number: instruction for instruction in self.instructions if instruction.op == "parameter"}
 
 
 @dataclass(eq=False)
@@ -166,14 +166,15 @@ class Module:
     def executed(self, computation: Computation | None = None, times: float = 1) -> Iterator[tuple[Instruction, float]]:
         """Every instruction that runs by itself, and how often; a loop of unknown length counts once. Instructions inside
         fusions are left out."""
-        for one in (computation or self.computations[self.entry]).instructions:
-            yield one, times
-            if one.op == "while":
-                yield from self.executed(one.called["body"], times * (1 if one.trip_count is None else one.trip_count))
-            elif one.op == "call":
-                yield from self.executed(one.called["to_apply"], times)
-            elif one.op == "conditional" and one.branches:  # the longest branch stands for all
-                yield from self.executed(max(one.branches, key=lambda branch: len(branch.instructions)), times)
+        for instruction in (computation or self.computations[self.entry]).instructions:
+            yield instruction, times
+            if instruction.op == "while":
+                trips = 1 if instruction.trip_count is None else instruction.trip_count
+                yield from self.executed(instruction.called["body"], times * trips)
+            elif instruction.op == "call":
+                yield from self.executed(instruction.called["to_apply"], times)
+            elif instruction.op == "conditional" and instruction.branches:  # the longest branch stands for all
+                yield from self.executed(max(instruction.branches, key=lambda branch: len(branch.instructions)), times)
 
 
 def parse(text: str) -> Module:

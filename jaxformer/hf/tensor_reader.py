@@ -1,4 +1,4 @@
-"""Our arrays out of a file's tensors: transposed, cast and placed on their shards a block at a time, so that memory holds the
+"""Our arrays out of a file's tensors: transposed, cast and put on their shards a block at a time, so that memory holds the
 arrays and little else."""
 
 import functools
@@ -15,20 +15,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import Param
-from jaxformer.hf import files
+from jaxformer.hf import safetensors_files
 from jaxformer.hf.layout import Source
 
 Sources = Sequence[tuple[tuple[int, ...], Source]]
-"""``(rows of ours, source)``: the rows are of the layers and experts that a file has tensors of their own for."""
+"""``(index into our tensor, source)``: the index is of the layer and the expert, where a file has a tensor for each."""
 BLOCK = 4 << 20  # bytes that are transposed at a time: the CPU's caches hold them
-AT_ONCE = 8  # blocks, after which what was read of the file is let go
+AT_ONCE = 8  # blocks, after which the pages that were read of the file are released
 ALIGNMENT = 64  # bytes; a host array that starts so becomes a CPU's array without being copied
 
 
-class Placer:
+class TensorReader:
     """Reads tensors with the threads of all cores; a context manager."""
 
-    def __init__(self, tensors: files.Tensors, cfg: ModelConfig):
+    def __init__(self, tensors: safetensors_files.Tensors, cfg: ModelConfig):
         self._tensors, self._cfg = tensors, cfg
         self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
 
@@ -39,36 +39,36 @@ class Placer:
         self._pool.shutdown()
 
     def array(self, sources: Sources, param: Param, sharding: NamedSharding | None = None) -> jax.Array:
-        """``param``'s array, on its shards (the default device unless given). sources: of each layer, or the only one."""
+        """``param``'s array, on its shards (the default device unless given)."""
         device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
         if device.platform == "cpu" or not param.dims.startswith("L"):
-            return self._whole(sources, param, param.dims, sharding)
+            return self._read(sources, param, param.dims, sharding)
         return self.by_layer(sources, param, sharding)
 
     def by_layer(self, sources: Sources, param: Param, sharding: NamedSharding | None) -> jax.Array:
         """A stacked array of an accelerator, of which the host never has more than a layer."""
         out = jnp.zeros(param.shape(self._cfg), self._dtype(param), device=sharding)
-        one = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-        for number in range(len(out)):
-            own = [(rows[1:], source) for rows, source in sources if rows[0] == number]
-            out = _put(out, self._whole(own, param, param.dims[1:], one), number)
+        of_layer = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+        for layer in range(len(out)):
+            layer_sources = [(row[1:], source) for row, source in sources if row[0] == layer]
+            out = _put(out, self._read(layer_sources, param, param.dims[1:], of_layer), layer)
         return out
 
-    def _dtype(self, param: Param):
+    def _dtype(self, param: Param) -> jnp.dtype:
         return jnp.dtype(param.dtype or self._cfg.param_dtype)
 
-    def _whole(self, sources: Sources, param: Param, dims: str, sharding: NamedSharding | None) -> jax.Array:
+    def _read(self, sources: Sources, param: Param, dims: str, sharding: NamedSharding | None) -> jax.Array:
         sizes = sizes_of(param, self._cfg)
         shape = tuple(sizes[letter] for letter in dims)
-        lead = len(sources[0][0])  # axes along which each row has a source
+        lead = len(sources[0][0])  # leading axes along which each index has a source
 
         def fill(index: Any) -> np.ndarray:
             spans = [range(*at.indices(size)) for at, size in zip(index, shape, strict=True)]
             out = _aligned([len(span) for span in spans], self._dtype(param))
-            for rows, source in sources:
-                if all(row in span for row, span in zip(rows, spans[:lead], strict=True)):
-                    place = tuple(span.index(row) for row, span in zip(rows, spans[:lead], strict=True))
-                    self._copy(out[place], source, dims[lead:], sizes, index[lead:])
+            for row, source in sources:
+                if all(i in span for i, span in zip(row, spans[:lead], strict=True)):
+                    target = out[tuple(span.index(i) for i, span in zip(row, spans[:lead], strict=True))]
+                    self._copy(target, source, dims[lead:], sizes, index[lead:])
             return out
 
         if sharding is None:
@@ -81,16 +81,16 @@ class Placer:
         todo = blocks(view)
         for start in range(0, len(todo), AT_ONCE):
             list(self._pool.map(functools.partial(_copy_block, out, view), todo[start : start + AT_ONCE]))
-            files.let_go(stored)
+            safetensors_files.release(stored)
 
 
 def sizes_of(param: Param, cfg: ModelConfig) -> dict[str, int]:
-    """Sizes of all letters, the tensor's own first."""
+    """Sizes of all letters; those of the tensor itself go before the config's."""
     return cfg.sizes | dict(param.sizes)
 
 
 def blocks(view: np.ndarray) -> list[tuple[slice, ...]]:
-    """Indices that cut an array into parts of about ``BLOCK`` bytes along the axis that is outermost in its file."""
+    """Indices that cut an array into blocks of about ``BLOCK`` bytes along the axis that is outermost in its file."""
     if not view.ndim or not view.size:
         return [()]
     axis = max(range(view.ndim), key=lambda a: abs(view.strides[a]) * (view.shape[a] > 1))
@@ -99,13 +99,13 @@ def blocks(view: np.ndarray) -> list[tuple[slice, ...]]:
 
 
 def _copy_block(out: np.ndarray, view: np.ndarray, at: tuple[slice, ...]) -> None:
-    """XLA transposes on the way to a device, and casts there, ten times faster than numpy copies what is transposed."""
+    """XLA transposes on the way to a device, and casts there, ten times faster than numpy copies a transposed array."""
     block, host = view[at], _host()
     if host is None or block.itemsize > 4 or not block.flags.aligned or (block.flags.c_contiguous and block.dtype == out.dtype):
         out[at] = block
         return
-    placed = jax.device_put(block, host)
-    out[at] = np.asarray(placed if block.dtype == out.dtype else _cast(placed, out.dtype))
+    array = jax.device_put(block, host)
+    out[at] = np.asarray(array if block.dtype == out.dtype else _cast(array, out.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -129,5 +129,5 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(out, part, number):
-    return jax.lax.dynamic_update_index_in_dim(out, part, number, 0)
+def _put(out, layer, number):
+    return jax.lax.dynamic_update_index_in_dim(out, layer, number, 0)

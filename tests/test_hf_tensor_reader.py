@@ -1,4 +1,4 @@
-"""From a file's bytes to arrays on devices: the same values whatever the way, and no memory beside them."""
+"""From a file's bytes to arrays on devices: the same values in every way, and no memory beside them."""
 
 import subprocess
 import sys
@@ -13,9 +13,9 @@ from golden import weights
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxformer.config import spec as specs
-from jaxformer.hf import files, load, place
-from jaxformer.hf.load import FAMILIES, read_config, resolve
-from jaxformer.hf.save import plan
+from jaxformer.hf import FAMILIES, load, safetensors_files, tensor_reader
+from jaxformer.hf.load import read_config, resolve
+from jaxformer.hf.save import stored_tensors
 from jaxformer.nn import model
 
 
@@ -39,44 +39,44 @@ def shardings(cfg, mesh):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_are_born_on_their_shards(llama, dtype):
-    cfg, whole = load(llama, dtype=dtype)
+    cfg, params = load(llama, dtype=dtype)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     wanted = shardings(cfg, mesh)
     _, spread = load(llama, dtype=dtype, shardings=wanted)
     assert any(not s.is_fully_replicated for s in jax.tree.leaves(wanted))
-    jax.tree.map(np.testing.assert_array_equal, spread, whole)
+    jax.tree.map(np.testing.assert_array_equal, spread, params)
     jax.tree.map(lambda array, sharding: (array.sharding == sharding) or pytest.fail(str(sharding)), spread, wanted)
 
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_layer_by_layer_as_on_accelerators_is_the_same(llama, spread):
-    cfg, whole = load(llama)
+    cfg, params = load(llama)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    tensors = files.find(llama)
+    tensors = safetensors_files.find(llama)
     sources = resolve(FAMILIES["llama"], cfg, tensors, ())
-    placed = dict(specs.walk(shardings(cfg, mesh)))
-    with place.Placer(tensors, cfg) as placer:
+    by_path = dict(specs.walk(shardings(cfg, mesh)))
+    with tensor_reader.TensorReader(tensors, cfg) as reader:
         for path, param in specs.walk(model.spec(cfg)):
             if param.dims.startswith("L"):
-                found = placer.by_layer(sources[path], param, placed[path] if spread else None)
-                np.testing.assert_array_equal(found, dict(specs.walk(whole))[path], err_msg=path)
+                array = reader.by_layer(sources[path], param, by_path[path] if spread else None)
+                np.testing.assert_array_equal(array, dict(specs.walk(params))[path], err_msg=path)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (3, 2, 4), (1, 9), (6,), ()])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_blocks_cover_an_array_once(shape, turned, dtype, monkeypatch):
-    monkeypatch.setattr(place, "BLOCK", 8)
+    monkeypatch.setattr(tensor_reader, "BLOCK", 8)
     values = np.arange(np.prod(shape), dtype=np.float64).reshape(shape).astype(jnp.dtype(dtype))
     view = values.T if turned else values
     counts = np.zeros(view.shape, int)
     out = np.full(view.shape, np.nan, np.float32)
-    for at in place.blocks(view):
+    for at in tensor_reader.blocks(view):
         counts[at] += 1
-        place._copy_block(out, view, at)
+        tensor_reader._copy_block(out, view, at)
     assert (counts == 1).all()
     if view.ndim > 1:
-        assert len(place.blocks(view)) > 1
+        assert len(tensor_reader.blocks(view)) > 1
     np.testing.assert_array_equal(out, view.astype(np.float32))
 
 
@@ -86,7 +86,7 @@ import jax, jax.numpy as jnp
 import jaxformer as jf
 def resident(line):
     return next(int(text.split()[1]) * 1024 for text in open("/proc/self/status") if text.startswith(line))
-jf.hf.load(sys.argv[1])  # what is compiled and imported is no part of it
+jf.hf.load(sys.argv[1])  # compiles and imports, which is not measured
 jnp.zeros(1).block_until_ready()
 before = resident("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the highest size is counted from here
@@ -105,7 +105,7 @@ def test_memory_holds_the_arrays_and_little_else(tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = config | sizes | heads
     family, cfg = read_config(config, {"lm_head.weight"})
-    tensors = {name: np.ones(shape, np.float32) for name, (shape, _) in plan(family, cfg).items()}
+    tensors = {name: np.ones(shape, np.float32) for name, (shape, _) in stored_tensors(family, cfg).items()}
     largest = max(tensor.nbytes for tensor in tensors.values())
     assert sum(tensor.nbytes for tensor in tensors.values()) > 3 * largest
     published.folder(large, "llama", config=config, tensors=tensors)

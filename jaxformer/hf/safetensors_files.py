@@ -1,4 +1,5 @@
-"""The tensors of a folder, by name: what is there is known from the headers, and each is read when it is asked for."""
+"""The tensors of a folder's safetensors files, by name: the headers say what is there, and a tensor is read when it is asked
+for. The older flax_model.msgpack is read under the same names."""
 
 import json
 import mmap
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.hf.fields import read_json
+from jaxformer.hf.config_reader import read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
@@ -18,22 +19,21 @@ INDEX = "model.safetensors.index.json"
 
 
 class Entry(NamedTuple):
-    """A tensor that has not been read."""
+    """A tensor that has not been read. Its bytes in the file are those from ``start`` to ``stop``."""
 
     shape: tuple[int, ...]
     dtype: str
     file: Path
     start: int = 0
-    """Of its bytes in the file."""
     stop: int = 0
 
 
 class Tensors(Protocol):
-    """What a folder offers."""
+    """The tensors of a folder."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What there is, by name."""
+        """All tensors, by name."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -45,45 +45,43 @@ class Safetensors:
     """One file, or the shards that an index names."""
 
     def __init__(self, folder: Path):
-        index = folder / INDEX
-        if index.exists() and (folder / "model.safetensors").exists():
-            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: which of them is meant cannot be known")
+        index, single = folder / INDEX, folder / "model.safetensors"
+        if index.exists() and single.exists():
+            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: it is not known which of them is meant")
         if index.exists():
             self.entries = self._sharded(folder, index)
             return
-        files = (
-            [folder / "model.safetensors"] if (folder / "model.safetensors").exists() else sorted(folder.glob("*.safetensors"))
-        )
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
         if len(files) > 1:
             raise ValueError(f"{folder} has {len(files)} safetensors files and no {INDEX}")
         self.entries = _header(files[0])
 
     def _sharded(self, folder: Path, index: Path) -> dict[str, Entry]:
-        where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not where:
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
             raise ValueError(f"{index} has no weight_map")
-        outside = sorted({str(file) for file in where.values() if not isinstance(file, str) or Path(file).name != file})
+        outside = sorted({str(file) for file in file_of.values() if not isinstance(file, str) or Path(file).name != file})
         if outside:
             raise ValueError(f"{index} points out of its folder: {', '.join(outside)}")
-        files = sorted(set(where.values()))
+        files = sorted(set(file_of.values()))
         if missing := [file for file in files if not (folder / file).is_file()]:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
-        found: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         for file in files:
             for name, entry in _header(folder / file).items():
-                if name in found:
-                    raise ValueError(f"{name} is in {found[name].file.name} and in {file} of {folder}")
-                found[name] = entry
-        wrong = [name for name, file in where.items() if name not in found or found[name].file.name != file]
-        extra = sorted(found.keys() - where.keys())
+                if name in entries:
+                    raise ValueError(f"{name} is in {entries[name].file.name} and in {file} of {folder}")
+                entries[name] = entry
+        wrong = [name for name, file in file_of.items() if name not in entries or entries[name].file.name != file]
+        extra = sorted(entries.keys() - file_of.keys())
         if wrong or extra:
-            lines = [f"  missing     {name}  in {where[name]}" for name in sorted(wrong)]
-            lines += [f"  unexpected  {name}  in {found[name].file.name}" for name in extra]
+            lines = [f"  missing     {name}  in {file_of[name]}" for name in sorted(wrong)]
+            lines += [f"  unexpected  {name}  in {entries[name].file.name}" for name in extra]
             raise ValueError(f"{index} and its files differ:\n" + "\n".join(lines))
-        return found
+        return entries
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor of that name: the file's own bytes, mapped for as long as the array lives, not to be written to."""
+        """The tensor of that name: the bytes of the file, mapped for as long as the array lives, and read-only."""
         entry = self.entries[name]
         before = entry.start % mmap.ALLOCATIONGRANULARITY
         dtype = jnp.dtype(entry.dtype)
@@ -95,8 +93,8 @@ class Safetensors:
         return np.frombuffer(mapped, dtype, offset=before).reshape(entry.shape)
 
 
-def let_go(array: np.ndarray) -> None:
-    """Takes the pages of a mapped tensor out of this process's memory; they are read again where they are needed again."""
+def release(array: np.ndarray) -> None:
+    """Releases the memory of a mapped tensor's pages; they are read again when they are needed again."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -106,7 +104,7 @@ def let_go(array: np.ndarray) -> None:
 
 
 def _header(path: Path) -> dict[str, Entry]:
-    """What a safetensors file says it holds. Raises ValueError with the file's name before anything large is allocated."""
+    """The entries of a safetensors file's header. Raises ValueError that names the file, before anything large is allocated."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -119,16 +117,16 @@ def _header(path: Path) -> dict[str, Entry]:
             if length > min(LONGEST_HEADER, size - 8):
                 raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
             header = _unique(file.read(length))
-        with safe_open(path, "np"):  # which sees to it that the offsets are in order, and the file as long as they say
+        with safe_open(path, "np"):  # it checks that the offsets are in order, and that the file is as long as they say
             header.pop("__metadata__", None)
         data = 8 + length
         entries = {
-            name: Entry(tuple(h["shape"]), h["dtype"], path, *(data + at for at in h["data_offsets"]))
+            name: Entry(tuple(h["shape"]), DTYPES.get(h["dtype"], h["dtype"]), path, *(data + at for at in h["data_offsets"]))
             for name, h in header.items()
         }
     except (ValueError, OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    return {name: entry._replace(dtype=DTYPES.get(entry.dtype, entry.dtype)) for name, entry in entries.items()}
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    return entries
 
 
 def _unique(header: bytes) -> dict[str, Any]:
@@ -150,8 +148,8 @@ class Msgpack:
 
         try:
             tree = msgpack_restore(path.read_bytes())
-        except Exception as error:  # whatever msgpack makes of bytes that are not its own
-            raise ValueError(f"{path} is not a whole msgpack file: {error}") from error
+        except Exception as error:  # msgpack raises many kinds for bytes that are not its own
+            raise ValueError(f"{path} is not a complete msgpack file: {error}") from error
         flat = flatten_dict(tree.get("params", tree)) if isinstance(tree, dict) else {}
         if not flat:
             raise ValueError(f"{path} holds no parameters")
@@ -181,7 +179,7 @@ def find(folder: Path) -> Tensors:
         return Msgpack(folder / "flax_model.msgpack")
     if shards := sorted(folder.glob("flax_model-*.msgpack")):
         raise FileNotFoundError(
-            f"{folder} has its flax_model.msgpack in {len(shards)} parts, which are not read: save it in one"
+            f"{folder} has its flax_model.msgpack in {len(shards)} parts, which are not read: save it as one file"
         )
     pickles = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
     hint = f"; {', '.join(pickles)} may run any code and is not read: convert it to safetensors" if pickles else ""
