@@ -43,7 +43,7 @@ def main(config: run.Config) -> None:
 
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
-    placement = place(config, mesh, objective, abstract := jax.eval_shape(fresh))
+    placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
     checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
     restored = checkpoints.restore(placement.like(abstract))
     start = 0 if restored is None else int(restored.step)
@@ -96,7 +96,7 @@ def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, r
     return placement.begin(fresh, read(placement.like(abstract).params)) if read else placement.begin(fresh)
 
 
-def place(config: run.Config, mesh: Mesh, objective: training.Objective, abstract: Any) -> Placement:
+def make_placement(config: run.Config, mesh: Mesh, objective: training.Objective, abstract: Any) -> Placement:
     """The update, compiled for the devices."""
     update = run.make_update(config, objective)
     if config.mesh == MeshConfig():

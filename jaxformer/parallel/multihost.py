@@ -205,7 +205,7 @@ def from_first(number: int) -> int:
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def whole(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
     """An array as every process has it, wherever its parts lie."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)

@@ -166,8 +166,8 @@ def jitted(update: Update, where: Any, mesh: Mesh) -> Any:
 
     def fetched(state, batch):
         leaves, tree = jax.tree.flatten(state)
-        placed = zip(leaves, jax.tree.leaves(where), in_host, strict=True)
-        on_device = [jax.device_put(x, at.with_memory_kind("device")) if far else x for x, at, far in placed]
+        pairs = zip(leaves, jax.tree.leaves(where), in_host, strict=True)
+        on_device = [jax.device_put(x, at.with_memory_kind("device")) if far else x for x, at, far in pairs]
         return update(jax.tree.unflatten(tree, on_device), batch)
 
     step = fetched if any(in_host) else update
@@ -182,8 +182,8 @@ def state_shardings(state: Any, params: Any, offload: bool = False) -> Any:
     """
     first = jax.tree.leaves(params)[0]
     replicated = NamedSharding(first.mesh, PartitionSpec())
-    placed = zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True)
-    by_path = {tuple(path): (x.shape, at) for (path, x), at in placed}
+    pairs = zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(params), strict=True)
+    by_path = {tuple(path): (x.shape, at) for (path, x), at in pairs}
 
     def like_its_parameter(path, x):
         ends = (by_path.get(tuple(path[start:])) for start in range(len(path)))
@@ -207,11 +207,11 @@ def batch_shardings(batch: Any, mesh: Mesh, letters: Mapping[str, str] | None = 
     """The sharding of every entry of a (perhaps abstract) batch."""
     known = LETTERS | dict(letters or {})
 
-    def one(name: str, shape: tuple[int, ...]) -> NamedSharding:
+    def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
         dims = known.get(name, "B").ljust(len(shape), "-")  # "-": not spread
         return NamedSharding(mesh, partition_spec(dims, shape, ACTIVATIONS, mesh))
 
-    return {name: one(name, x.shape) for name, x in batch.items()}
+    return {name: sharding(name, x.shape) for name, x in batch.items()}
 
 
 def check_batch(batch: Any, mesh: Mesh | AbstractMesh, microbatches: int = 1, letters: Mapping[str, str] | None = None) -> None:
@@ -265,7 +265,7 @@ def put_rows(batch: Any, shardings: dict[str, NamedSharding], blocks: list[int],
     if jax.process_count() == 1:
         return jax.device_put(batch, shardings)
 
-    def one(x, sharding):
+    def put(x, sharding):
         size, *rest = x.shape
         size //= len(blocks)
 
@@ -275,7 +275,7 @@ def put_rows(batch: Any, shardings: dict[str, NamedSharding], blocks: list[int],
 
         return jax.make_array_from_callback((size * count, *rest), sharding, rows_of)
 
-    return {name: one(np.asarray(x), shardings[name]) for name, x in batch.items()}
+    return {name: put(np.asarray(x), shardings[name]) for name, x in batch.items()}
 
 
 # Inside an update

@@ -61,7 +61,7 @@ def translate(params: Any, cfg: ModelConfig, tok: Any, sources: Sequence[str], l
             source=ids[rows],
             source_valid=valid[rows],
         )
-        rows_and_lengths = zip(multihost.whole(out.tokens), multihost.whole(out.lengths), strict=True)
+        rows_and_lengths = zip(multihost.to_numpy(out.tokens), multihost.to_numpy(out.lengths), strict=True)
         outputs += [_text(tok, row, length) for row, length in rows_and_lengths]
     return outputs
 
@@ -87,7 +87,7 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
         room = min(goal - len(text), cfg.max_length - len(read))
         key, part_key = jax.random.split(key)
         out = generate(params, [read], cfg, max_new_tokens=room, sampling=sampling, key=part_key, eos=ends, pad=tok.pad_id)
-        text = text + multihost.whole(out.tokens)[0, : int(multihost.whole(out.lengths)[0])].tolist()
+        text = text + multihost.to_numpy(out.tokens)[0, : int(multihost.to_numpy(out.lengths)[0])].tolist()
         if text[-1] in ends:
             break
     return tok.decode(text)

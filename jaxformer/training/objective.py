@@ -258,10 +258,10 @@ def _by_chunks(sum_of, chunk, hidden_BTD, targets_BT, weights_BT):
     for x in (hidden_BTD, targets_BT, weights_BT):
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         parts.append(jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0))
-    step = jax.checkpoint(lambda part: sum_of(*part))
+    step = jax.checkpoint(lambda piece: sum_of(*piece))
     zero = jax.eval_shape(step, jax.tree.map(lambda x: x[0], tuple(parts)))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
-    return jax.lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, step(part)), None), zero, tuple(parts))[0]
+    return jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, step(piece)), None), zero, tuple(parts))[0]
 
 
 def check(batch: Batch, cfg: ModelConfig) -> None:

@@ -59,8 +59,8 @@ def make_update(
         # A weight that is known beforehand scales the loss itself, else the finished sum of gradients is scaled.
         scale = 1.0 / nonzero(over_devices(known_weight(batch))) if known_weight else 1.0
 
-        def scaled(params, part, part_rng):
-            total, sums = call(objective, params, part, part_rng)
+        def scaled(params, microbatch, part_rng):
+            total, sums = call(objective, params, microbatch, part_rng)
             return total * scale, sums
 
         gradient = jax.grad(scaled, has_aux=True)
@@ -89,12 +89,16 @@ def _accumulate(gradient, params, batch, rng, microbatches):
     parts = jax.tree.map(lambda x: x.reshape(rows // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def add(total, numbered):
-        index, part = numbered
-        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, index))), None
+        index, microbatch = numbered
+        return jax.tree.map(jnp.add, total, gradient(params, microbatch, jax.random.fold_in(rng, index))), None
 
-    first = jax.tree.map(lambda x: x[0], parts)
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, first, rng))
-    return jax.lax.scan(add, zero, (jnp.arange(microbatches), parts))[0]
+    def zeros(x):  # sums of gradients below float32 would lose what is below the sum's own rounding
+        is_low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return jnp.zeros(x.shape, jnp.float32 if is_low else x.dtype)
+
+    abstract = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), rng)
+    total = jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
+    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), total, abstract)
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
