@@ -1,4 +1,4 @@
-"""Muon by a flag, and an optimizer of one's own by its name. No line of the library changes.
+"""Muon by a flag, and an optimizer of one's own by its import path: 5 lines, no line of the library changed.
 
     python examples/muon.py
 
@@ -6,7 +6,6 @@ trains one small model twice through ``train.py``, as these two commands would:
 
     python train.py examples/muon.py --optim.name muon
     python train.py examples/muon.py --optim.name examples.muon:normalized
-
 """
 
 import sys

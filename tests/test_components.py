@@ -88,8 +88,9 @@ def test_an_object_without_spec_or_apply_is_refused(kind):
         {"mlp": example.squared_relu, "position": example.alibi},
         {"norm": example.ScaleNorm, "attention": example.MeanAttention},
         {"norm": example.PlainNorm},
+        {"n_layers": 2, "mlp": example.NarrowMlp(20, 0.5), "attention": ("grouped", example.MovingAverage(0.5))},
     ],
-    ids=["squared ReLU, ALiBi", "ScaleNorm, mean attention", "norm without parameters"],
+    ids=["squared ReLU, ALiBi", "ScaleNorm, mean attention", "norm without parameters", "hyperparameters, by layer"],
 )
 def test_trains_and_loads_again(fields, tmp_path):
     cfg = swapped(**fields)

@@ -43,7 +43,15 @@ def test_data_from_iterator_trains_by_the_training_program(tmp_path):
     assert len(losses) == 2 and losses[-1] < 1.5 and (tmp_path / "runs" / "data_from_iterator" / "config.json").exists()
 
 
-@pytest.mark.parametrize("name", ["own_loop", "contrastive", "data_from_iterator"])
+def test_muon_trains_by_a_flag_and_a_users_optimizer_by_its_name(tmp_path):
+    out = run("muon", tmp_path)
+    assert re.findall(r"--optim.name (\S+)", out) == ["muon", "examples.muon:normalized"]
+    first, second = numbers(r"validation loss ([\d.]+)", out)
+    assert first != second and max(first, second) < 4.5  # log(259) is 5.6
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["own_loop", "contrastive", "data_from_iterator", "muon"])
 def test_examples_are_short_and_say_that_nothing_changed(name):
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
     assert f"python examples/{name}.py" in text

@@ -447,6 +447,15 @@ def test_a_plan_by_arithmetic(capsys):
     assert gather.bytes == pytest.approx(2 * found.parameters * 2, rel=1e-3)  # forward and backward, in bfloat16
 
 
+def test_the_state_of_other_optimizers_is_their_own(capsys):
+    adamw, lion = (
+        plan("gpt2", "--topology", "gpu:8xH100", "--optim.name", name, capsys=capsys).programs[0] for name in ("adamw", "lion")
+    )
+    assert lion.memory["optimizer"] == lion.memory["parameters"] + 2 * 4  # one moment
+    assert adamw.memory == lion.memory | {"optimizer": 2 * lion.memory["parameters"] + 2 * 4}
+    assert adamw.traffic_bytes - lion.traffic_bytes == 2 * lion.memory["parameters"]
+
+
 def test_generation_by_arithmetic(capsys):
     found = plan("llama3_8b", "--topology", "gpu:8xH200", "--decode", "--mesh.tensor", "8", capsys=capsys)
     reading, steps = found.programs

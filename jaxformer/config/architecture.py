@@ -160,6 +160,8 @@ class ModelConfig(Strict):
         for kind in COMPONENTS:
             value = getattr(self, kind)
             by_layer = isinstance(value, list) or type(value) is tuple  # a NamedTuple is one component
+            if by_layer and kind not in BY_LAYER:
+                raise ValueError(f"{kind}={value!r} cannot be chosen by layer, as {', '.join(BY_LAYER)} can")
             set_(kind, tuple(normalized(kind, v) for v in value) if by_layer else normalized(kind, value))
         set_("param_dtype", dtype_name("param_dtype", self.param_dtype))
         for name in ("n_kv_heads", "head_dim", "d_ff"):

@@ -50,9 +50,9 @@ def check(cfg: Any) -> None:
         raise ValueError("balance_rate changes the selection bias: set experts.selection_bias")
     cfg.experts.check(cfg)
     cfg.latent.check(cfg)
-    _check_encoder(cfg)
     _check_letters(cfg)
     _check_by_layer(cfg)
+    _check_encoder(cfg)
 
 
 def _check_letters(cfg):
@@ -71,12 +71,11 @@ def _check_letters(cfg):
 
 
 def _check_by_layer(cfg):
-    chosen = [name for name in BY_LAYER[:-1] if type(getattr(cfg, name)) is tuple]
+    chosen = [name for name in BY_LAYER if type(getattr(cfg, name)) is tuple and name != "window"]
     if chosen and cfg.encoder_layers:
         raise ValueError(f"{chosen[0]} by layer is not for encoder–decoders (encoder_layers above 0)")
-    if not chosen:
-        return
-    _ = cfg.layers  # each is checked as a config of its own
+    if chosen:
+        _ = cfg.layers  # each is checked as a config of its own
 
 
 def _check_relative(cfg):

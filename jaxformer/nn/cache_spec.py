@@ -40,6 +40,11 @@ def layer_spec(layer: ModelConfig) -> dict[str, Param]:
     return kept
 
 
+def is_recurrent(layer: ModelConfig) -> bool:
+    """Whether a layer keeps a state, which its tokens have changed for good."""
+    return any("S" not in param.dims for param in layer_spec(layer).values())
+
+
 def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
     """The cache as ``Param``s: shapes, dtypes and letters, no memory. Arguments as ``init_cache``'s."""
     if not cfg.causal:
@@ -53,9 +58,7 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
         return dataclasses.replace(param, sizes=sizes, dtype=param.dtype or dtype, decay=False)
 
     kept = [layer_spec(layer) for layer in cfg.layers]
-    recurrent = [
-        layer for layer, entries in zip(cfg.layers, kept, strict=True) if any("S" not in p.dims for p in entries.values())
-    ]
+    recurrent = list(filter(is_recurrent, cfg.layers))
     if recurrent and ahead:
         raise ValueError(f"attention={recurrent[0].attention!r} keeps a state of a recurrence: its tokens cannot be taken back")
     windows = [layer.window if isinstance(layer.window, int) else max_len for layer in cfg.layers]
@@ -68,7 +71,8 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
 
 def check(cache: Cache, cfg: ModelConfig) -> None:
     """Raises ValueError for a cache that was made for another config."""
-    made = specs.abstract(spec(cfg, len(cache.used), cache.length, ahead=cache.ahead), cfg)
+    ahead = 0 if any(map(is_recurrent, cfg.layers)) else cache.ahead
+    made = specs.abstract(spec(cfg, len(cache.used), cache.length, ahead=ahead), cfg)
     ours, theirs = ([{n: e.shape for n, e in layer.items() if n not in SOURCE} for layer in c.layers] for c in (cache, made))
     if ours != theirs:
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))

@@ -25,7 +25,8 @@ AXIS = "devices"
 """The name of the axis that ``pmap`` maps over."""
 HOST = "pinned_host"
 """JAX's name of the host memory that devices reach."""
-LETTERS = {name: "BT" for name in ("tokens", "targets", "weights", "segments", "positions", "valid", "token_types")}
+LETTERS = dict.fromkeys(("tokens", "targets", "weights", "segments", "positions", "valid", "token_types"), "BT")
+LETTERS |= {"embeddings": "BTD", "embeddings_mask": "BT"}
 """The dimensions of the batch entries that the library itself reads, as far as they can be spread."""
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
