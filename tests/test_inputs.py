@@ -107,7 +107,6 @@ GENERATION = [
     (LLAMA, T, {"eos": (67,)}, "eos id 67 is outside the vocabulary of 67"),
     (LLAMA, T, {"eos": -1}, "eos id -1 is outside the vocabulary of 67"),
     (LLAMA, T, {"eos": (2.5,)}, "eos"),
-    (LLAMA, T, {"eos": None}, "eos"),
     (LLAMA, T, {"eos": True}, "eos"),
     (LLAMA, T, {"pad": -1}, "pad id -1 is outside the vocabulary of 67"),
     (LLAMA, T, {"pad": 1.5}, "pad"),
