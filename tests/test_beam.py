@@ -118,7 +118,6 @@ def test_what_is_not_finished_counts_at_the_last_token():
 def test_fewer_are_the_first_of_more():
     whole, two = run("llama"), run("llama", num_return=2)
     assert_equal(two, jax.tree.map(lambda x: x[:, :2], whole))
-    assert_equal(run("llama", num_return=None), jax.tree.map(lambda x: x[:, 0], whole))
 
 
 # Against all sequences and against greedy

@@ -21,8 +21,7 @@ NEVER = -1e9  # worse than any score, and finite, so that differences of scores 
 
 @struct.dataclass
 class Beams:
-    """The result of ``beam_search``: with ``num_return=n`` the n best hypotheses, best first; without it the best, and no axis
-    n."""
+    """The result of ``beam_search``: the n best hypotheses of each prompt, best first."""
 
     tokens: jax.Array
     """int32 [B, n, max_new_tokens]: what was generated; after an end token, padding."""
@@ -52,7 +51,7 @@ def beam_search(
     *,
     max_new_tokens: int,
     num_beams: int = 4,
-    num_return: int | None = None,
+    num_return: int = 1,
     length_penalty: float = 1.0,
     early_stopping: Stopping = False,
     eos: int | Sequence[int] | None = None,
@@ -72,10 +71,9 @@ def beam_search(
 
     Raises ValueError as ``generate`` does, and for a num_return above num_beams.
     """
-    num_best = 1 if num_return is None else num_return
-    for name, number in (("num_beams", num_beams), ("num_return", num_best)):
+    for name, number in (("num_beams", num_beams), ("num_return", num_return)):
         positive(name, number)
-    if num_best > num_beams:
+    if num_return > num_beams:
         raise ValueError(f"num_return={num_return} is more than num_beams={num_beams}")
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise ValueError(f"early_stopping={early_stopping!r} must be True, False or 'never'")
@@ -101,7 +99,7 @@ def beam_search(
             f"num_beams={num_beams} and {len(request.eos)} end ids are too many for a vocabulary of {cfg.vocab_size}"
         )
     best = _search(params, inputs, request=request)
-    return jax.tree.map(lambda x: x[:, 0] if num_return is None else x[:, :num_return], best)
+    return jax.tree.map(lambda x: x[:, :num_return], best)
 
 
 @functools.partial(jax.jit, static_argnames="request")
