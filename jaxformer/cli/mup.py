@@ -99,23 +99,23 @@ def measure(cfg: ModelConfig, optim: OptimConfig, batch: dict[str, np.ndarray], 
         return optax.apply_updates(params, updates), state, sizes
 
     params = initial_params(optim, cfg, jax.random.key(seed))
-    state, found = transform.init(params), defaultdict(list)
+    state, measured = transform.init(params), defaultdict(list)
     for _ in range(steps + 1):
         params, state, sizes = step(params, state)
         layers = defaultdict(list)
         for name, size in sizes.items():
             layers[re.sub(r"\.\d+(?=\.)", "", name)].append(float(size))
         for name, values in layers.items():
-            found[name].append(float(np.mean(values)))
-    return dict(found)
+            measured[name].append(float(np.mean(values)))
+    return dict(measured)
 
 
 def slopes(widths: list[int], sizes: list[Sizes]) -> dict[str, float]:
     """Of each activation, d log(size) / d log(width) after the last update: 0 where the size does not depend on the width."""
     return {
-        name: float(np.polyfit(np.log(widths), np.log([found[name][-1] for found in sizes]), 1)[0])
+        name: float(np.polyfit(np.log(widths), np.log([measured[name][-1] for measured in sizes]), 1)[0])
         for name in sizes[0]
-        if all(found[name][-1] > 0 for found in sizes)
+        if all(measured[name][-1] > 0 for measured in sizes)
     }
 
 
@@ -129,7 +129,7 @@ def draw(path: Path, widths: list[int], with_: list[Sizes], without: list[Sizes]
     for row, name in zip(panels, names, strict=True):
         for panel, title, sizes in zip(row, ("mu-P", "without"), (with_, without), strict=True):
             for step in range(len(sizes[0][name])):
-                panel.loglog(widths, [found[name][step] for found in sizes], marker=".", label=f"{step} updates")
+                panel.loglog(widths, [measured[name][step] for measured in sizes], marker=".", label=f"{step} updates")
             panel.set_title(f"{name}, {title}", fontsize=8)
     panels[0, 0].legend(fontsize=7)
     figure.supxlabel("d_model")

@@ -75,11 +75,11 @@ def each(rule: optax.GradientTransformation, spec: Tree) -> optax.GradientTransf
         return over(lambda param, x: jax.vmap(rule.init)(split(param, x)), spec, params)
 
     def update(updates, state, params):
-        def one(param, update, state, x):
+        def update_matrices(param, update, state, x):
             y, state = jax.vmap(rule.update)(split(param, update), state, split(param, x))
             return joined(param, y, update.shape), state
 
-        both = over(one, spec, updates, state, params)
+        both = over(update_matrices, spec, updates, state, params)
         return tuple(over(lambda param, pair, i=i: pair[i], spec, both) for i in (0, 1))
 
     return optax.GradientTransformation(init, update)

@@ -43,11 +43,11 @@ def initial(params: dict, cfg: ModelConfig, base: int) -> dict:
     """What ``jf.init`` gave, with the initial values of mu-P. Raises ValueError as ``rates`` does."""
     check(cfg, base)
 
-    def one(param: Param, x: jax.Array) -> jax.Array:
+    def scaled(param: Param, x: jax.Array) -> jax.Array:
         is_output = _grows(param.inputs) and not _grows(param.outputs)
         return (x * (base / cfg.d_model) ** 0.5).astype(x.dtype) if is_output else x
 
-    return over(one, model.spec(cfg), params)
+    return over(scaled, model.spec(cfg), params)
 
 
 def check(cfg: ModelConfig, base: int) -> None:
