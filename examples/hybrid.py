@@ -3,7 +3,7 @@
     uv run python examples/hybrid.py
 
 The components differ by layer, and each layer's cache is what its component declares. The script shows that decoding with the
-cache, token by token, gives the logits of the whole sequence. Nothing in the library changes; the component is 33 lines.
+cache, token by token, gives the logits of the whole sequence. The component takes 45 lines, and no line of the library changed.
 """
 
 from dataclasses import dataclass

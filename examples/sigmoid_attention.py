@@ -4,7 +4,7 @@
     uv run python -m jaxformer.sample runs/sigmoid_attention "def "
 
 Training, checkpoints, the file of the config, the command line, decoding with a cache and ``python -m jaxformer.explain``
-take it as they take the built-in ones. Nothing in the library changes; the component is the 35 lines of its class.
+take it as they take the built-in ones. The component takes 41 lines, and no line of the library changed.
 """
 
 from dataclasses import dataclass
