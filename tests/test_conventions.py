@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tokenize
@@ -17,22 +18,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [*MODULES, ROOT / "train.py", *sorted((ROOT / "configs").glob("*.py"))]
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
-LAYERS = [
-    ["config"],
-    ["parallel"],
-    ["nn"],
-    ["decode"],
-    ["tokenizers"],
-    ["data"],
-    ["training"],
-    ["interop"],
-    ["hf"],
-    ["cost"],
-    ["cli"],
-    ["sample", "plan", "explain", "mup"],  # what `python -m jaxformer.sample` and the like run
-]
-"""A file imports only from rooms above its own in this list, or from its own."""
-ROOM = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+ORDER = runpy.run_path(str(ROOT / "docs" / "rooms.py"))["ORDER"]
+"""The rooms; a file imports only from rooms before its own, or from its own."""
+PROGRAMS = ("sample", "plan", "explain", "mup")
+"""What ``python -m jaxformer.sample`` and the like run; they import from any room."""
+ROOM = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(PROGRAMS, len(ORDER))
 HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tensorboardX")
 
 
@@ -137,10 +127,16 @@ def module_of(path):
 @pytest.mark.parametrize("path", [path for path in MODULES if path != PACKAGE / "__init__.py"], ids=name)
 def test_imports_go_one_way(path):
     own = room(module_of(path))
-    assert own in ROOM, f"{name(path)} belongs to no room: add it to LAYERS"
+    assert own in ROOM, f"{name(path)} belongs to no room of docs/rooms.py"
     for line, module in imports(path):
         assert room(module) is not None, f"{name(path)}:{line} imports the package itself"
         assert ROOM[room(module)] < ROOM[own] or room(module) == own, f"{name(path)}:{line} imports {module} from below"
+
+
+def test_the_readme_lists_the_rooms_in_that_order():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## How it is built")[1].split("\n## ")[0]
+    first_cells = re.findall(r"^\| (`jaxformer/.*?) \|", section, re.MULTILINE)
+    assert tuple(re.findall(r"`jaxformer/(\w+)/`", " ".join(first_cells))) == ORDER
 
 
 def test_no_circles():
