@@ -80,7 +80,7 @@ def test_sigmoid_attention_is_trained_saved_loaded_and_sampled(tmp_path):
     ]
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 200)
-    small += ["--data.path", str(text), "--data.vocab-size", "270", "--data.length", "32", "--run-dir", "run"]
+    small += ["--data.path", str(text), "--data.tokenizer", "byte", "--data.length", "32", "--run-dir", "run"]
     run("sigmoid_attention", tmp_path, str(ROOT / "train.py"), str(ROOT / "examples" / "sigmoid_attention.py"), *small)
     component = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["attention"]
     assert component == {"component": "examples.sigmoid_attention:SigmoidAttention", "temperature": 0.5}

@@ -94,9 +94,10 @@ def apply(
         return router.apply(params, x_BTD, cfg, valid=valid, counted=counted, training=training)
 
     if cfg.residual == "parallel":
-        attended, cache = branch(x_BTD, "attention", self_attention)
+        y_BTD, cache = branch(x_BTD, "attention", self_attention)
+        sum_BTD = x_BTD + y_BTD
         y_BTD, routing = branch(x_BTD, "mlp", feed_forward)
-        return BlockOutput(named(x_BTD + attended + y_BTD, "out", "BTD", cfg), cache, routing)
+        return BlockOutput(named(sum_BTD + y_BTD, "out", "BTD", cfg), cache, routing)
     x_BTD, cache = residual(x_BTD, "attention", self_attention)
     if "cross_attention" in params:
         x_BTD, cache = residual(x_BTD, "cross_attention", _cross_attention(cfg, info, source, cache))
