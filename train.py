@@ -85,7 +85,7 @@ def main(config: run.Config) -> None:
         results(report.console, train.steps, directory, score, best, time.perf_counter() - began)
     else:
         report.console.print(
-            f"Stopped after step {int(current.step)}, saved in {directory}. The same command goes on from there."
+            f"Stopped after step {int(current.step)}, saved in {directory}. The same command resumes from there."
         )
 
 
@@ -127,7 +127,7 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
-        console.print(f"going on from step {start} in {config.run_dir}")
+        console.print(f"resuming from step {start} in {config.run_dir}")
     for change in changes:
         console.print(f"[yellow]differs from how the run began[/]: {change}")
 

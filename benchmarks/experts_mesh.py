@@ -1,4 +1,4 @@
-"""A layer of experts on a mesh: sent to their owners (``nn/dispatch.py``) against what XLA makes of the same layer by itself.
+"""A layer of experts on a mesh: tokens sent to the owners of their experts, against what XLA makes of the same layer by itself.
 
     uv run python benchmarks/experts_mesh.py          # times on 8 simulated devices, in turn
     uv run --extra plan python benchmarks/experts_mesh.py --tpu     # bytes on 8 v5e chips, compiled and not run
@@ -29,8 +29,7 @@ def layer(cfg: jf.ModelConfig, mesh: Mesh, rows: int, length: int) -> tuple[Call
     """The gradient of a layer's sum of squares by its parameters, with abstract parameters and input that lie on the mesh."""
 
     def loss(params, x):
-        routed = jf.Routed(training=True)
-        return (router.apply(params, x, cfg, routed=routed).astype(jnp.float32) ** 2).sum()
+        return (router.apply(params, x, cfg, training=True)[0].astype(jnp.float32) ** 2).sum()
 
     spec = router.spec(cfg)
     abstract = jf.spec.abstract(spec, cfg)
@@ -84,7 +83,7 @@ def sizes() -> None:
     cfg = jf.presets.qwen3_moe_30b_a3b(dtype="bfloat16", n_layers=1)
     mesh = MeshConfig(expert=8).make(topology.devices(topology.parse("v5e:2x4")))
     for name, how in (("dropless", "dropless"), ("capacity", "capacity"), ("partitioner", "dropless")):
-        own = dataclasses.replace(cfg, experts=dataclasses.replace(cfg.experts, dispatch=how))
+        own = dataclasses.replace(cfg, expert_dispatch=how)
         grad, params, x = layer(own, mesh, 8, 4096)
         with jax.set_mesh(mesh):
             program = jax.jit(by_partitioner(grad) if name == "partitioner" else grad).lower(params, x).compile()

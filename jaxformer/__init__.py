@@ -1,7 +1,7 @@
 """jaxformer: every transformer is a config, every component a pure function of explicit parameters, every result exact or
 refused.
 
-The dimension key, one letter a dimension, in shapes, einsums and the suffixes of variables:
+The dimension key, one letter per dimension, in shapes, einsums and the suffixes of variables:
 
     B batch              T target (query) positions    S source (key, cache) positions
     D model width        L stacked layers              V vocabulary

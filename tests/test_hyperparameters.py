@@ -285,7 +285,7 @@ def test_a_letter_of_its_own_on_a_mesh(monkeypatch):
     mesh = MeshConfig(fsdp=2, tensor=2, data=2).make()
     places = []
     for axes in ((), ("tensor",)):
-        for table in ("PARAMETERS", "ACTIVATIONS", "IN_USE"):
+        for table in ("PARAMETERS", "ACTIVATIONS"):
             monkeypatch.setitem(getattr(jf.parallel.sharding, table), "U", axes)
         placed = shardings(jf.model.spec(cfg), cfg, mesh)
         places.append(placed["decoder"]["layers"]["mlp"]["up"].spec)

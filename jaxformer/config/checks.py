@@ -1,4 +1,4 @@
-"""What fits no model: the checks of a ModelConfig, which are made when it is."""
+"""Checks that reject an invalid ModelConfig when it is made."""
 
 import math
 import re

@@ -70,6 +70,10 @@ def normalized(kind: str, value: Any) -> Any:
     if not (hasattr(component, "spec") and hasattr(component, "apply")):
         raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
     if has_fields(component):
+        if hasattr(component, "component"):
+            raise ValueError(
+                f"{kind}={component!r}: a hyperparameter cannot be called 'component', which names its import path"
+            )
         _check_hashable(kind, component)
         return component
     return value if isinstance(value, str) else path_of(component)

@@ -1,4 +1,4 @@
-"""How a model is computed and regularised in training: everything about it that changes nothing of what its parameters mean."""
+"""How a model is computed and regularised in training: every setting that leaves the meaning of its parameters unchanged."""
 
 import dataclasses
 import functools

@@ -13,7 +13,7 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 
 @dataclass(frozen=True)
 class RopeScaling(Strict):
-    """How rotary frequencies change for sequences longer than a model was first trained on (``nn.position.frequencies``)."""
+    """How rotary frequencies change for sequences longer than a model was first trained on (``nn.rope.frequencies``)."""
 
     kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """linear: positions divided (Chen et al. 2023); dynamic: the base grows with the length; llama3: low frequencies are
@@ -116,7 +116,7 @@ class Experts(Strict):
         outside = [layer for layer in self.layers or () if not 0 <= layer < cfg.n_layers]
         if outside or self.layers == ():
             raise ValueError(f"experts.layers={self.layers} must name some of the layers 0 to {cfg.n_layers - 1}")
-        if self.n_experts and not isinstance(cfg.mlp, tuple) and cfg.mlp not in GATED:
+        if self.n_experts and type(cfg.mlp) is not tuple and cfg.mlp not in GATED:
             raise ValueError(f"experts are gated: mlp={cfg.mlp!r} must be one of {', '.join(GATED)}")
         if self.n_experts and (cfg.mlp_bias or cfg.encoder_layers):
             raise ValueError("experts have no biases (mlp_bias), and are not for encoder–decoders")
@@ -155,7 +155,7 @@ class Latent(Strict):
 
     def check(self, cfg: Any) -> None:
         """Raises ValueError where a ModelConfig cannot have it."""
-        if isinstance(cfg.attention, tuple):  # checked for each layer
+        if type(cfg.attention) is tuple:  # checked for each layer
             return
         if cfg.attention != "latent":
             if self != Latent():

@@ -18,7 +18,7 @@ from jaxformer.cost.topology import HOST, Topology
 from jaxformer.decode import loop
 from jaxformer.nn import cache_spec, model
 from jaxformer.parallel.placement import state_shardings
-from jaxformer.parallel.sharding import ACTIVATIONS, AXES, IN_USE, ROWS
+from jaxformer.parallel.sharding import ACTIVATIONS, AXES, ROWS, in_use
 from jaxformer.training import run
 from jaxformer.training.objective import NextToken
 from jaxformer.training.update import param_shardings
@@ -164,7 +164,7 @@ def _collectives(cfg: ModelConfig, mesh: Mesh, topology: Topology, tokens: int, 
     """The usual scheme: weights are gathered in the compute dtype for each pass, and gradients scattered (fsdp) or summed
     (data); activations are summed twice per layer and pass (tensor). microbatches: those of training; 0: one forward."""
     training, parts = microbatches > 0, max(1, microbatches)
-    weights = device_bytes(spread(model.spec(cfg), cfg, mesh, IN_USE, cfg.execution.dtype))
+    weights = device_bytes(spread(model.spec(cfg), cfg, mesh, in_use(), cfg.execution.dtype))
     sums = []
 
     def add(kind: str, axis: str, runs: int, size: float, trips: int = 1) -> None:

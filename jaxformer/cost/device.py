@@ -1,4 +1,4 @@
-"""What one device of a mesh holds: shapes and bytes, by the tables of ``jaxformer.sharding``. The devices need not exist."""
+"""What one device of a mesh holds: shapes and bytes, by the tables of ``parallel.sharding``. The devices need not exist."""
 
 import math
 from typing import Any

@@ -65,7 +65,7 @@ def generate(
     ids that end a row (none unless given), which then emits ``pad``. num_return: outputs for each prompt, which is read once.
     top_logprobs: how many of the most probable tokens to report. prefill_chunk: prompt tokens read at a time. cache_dtype: of
     the cache; the compute dtype unless given. draft: speculative decoding, by a smaller model, by looking up in the text or by
-    the model's own block; the output is the same (greedy), or of the same distribution (sampled), only sooner.
+    the model's own block; the output is the same (greedy), or of the same distribution (sampled), only faster.
 
     Prompts and cache are padded to a small set of sizes, so that few calls compile (``compilations``). Stacked layers are
     unstacked at every call; ``jf.model.unstack(params, cfg)`` does that once for many.

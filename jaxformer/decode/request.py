@@ -249,7 +249,7 @@ def checked_arrays(prompts: Any, lengths: Any, cfg: ModelConfig) -> tuple[jax.Ar
 
 def _widened(name: str, values: Any) -> Any:
     """Integers of 32 bits or more, which no bound is too large for."""
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    values = values if isinstance(values, jax.core.Tracer) else np.asarray(values)  # constants are checked, in jit too
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, not {values.dtype}")
     return values.astype(

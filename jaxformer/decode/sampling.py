@@ -143,7 +143,7 @@ def _from_mapping(sampling: Mapping, rows: int, vocab: int) -> tuple[dict[str, A
     default, values = Sampling(), {}
     for name in NUMBERS:
         number = sampling.get(name, getattr(default, name))
-        number = number if isinstance(number, jax.Array) else np.asarray(number)
+        number = number if _traced(number) else np.asarray(number)  # constants are checked, in jit too
         kind = jnp.integer if name in INTEGERS else jnp.number
         if number.shape not in ((), (1,), (rows,)) or not jnp.issubdtype(number.dtype, kind):
             what = "integers" if name in INTEGERS else "numbers"

@@ -21,7 +21,8 @@ from jaxformer.hf.family import Family
 from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
-from jaxformer.nn import block, model
+from jaxformer.nn import model
+from jaxformer.nn.stack import holds
 
 
 def load(
@@ -101,7 +102,7 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
     if param.dims.startswith("L"):
         stack, _, name = path.split(".")[:3]
         layers = (cfg.encoder if stack == "encoder" else cfg).layers
-        numbers = [number for number, layer in enumerate(layers) if block.has(layer, name)]
+        numbers = [number for number, layer in enumerate(layers) if holds(layers, layer, name)]
         names = {(row,): source.name.replace("{i}", str(number)) for row, number in enumerate(numbers)}
     if "{e}" in source.name:
         experts = range(cfg.experts.n_experts)

@@ -46,7 +46,7 @@ class Linen(linen.Module):
 
 
 class NNX(nnx.Module):
-    """``nnx_module``'s. Its parameters are ``nnx.Param``s in the places that they have in our tree."""
+    """``nnx_module``'s. Its parameters are ``nnx.Param``s at their paths in our tree."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs | None = None, params: dict | None = None):
         if (params is None) == (rngs is None):

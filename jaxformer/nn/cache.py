@@ -145,7 +145,7 @@ class Cache:
     """Of each layer, names and letters of its entries."""
 
     def advance(self, shape: tuple[int, int], cfg: ModelConfig, positions, valid) -> tuple[TokenInfo, "Cache"]:
-        """Places of a chunk [B, T] that comes next, and the cache that counts it (its layers are still to be written).
+        """Where the tokens of the next chunk [B, T] stand, and the cache that counts it (its layers are still to be written).
 
         Raises ValueError if the chunk does not fit, where that is known; ``guard`` sees to the rest.
         """

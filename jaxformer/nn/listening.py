@@ -27,6 +27,7 @@ class _Listener:
 
     def __init__(self, callback: Callback, patterns: tuple[str, ...] = ()):
         self.callback, self.patterns, self.names = callback, patterns, set[str]()
+        self.was_heard = False
 
     def hear(self, name: str, x: jax.Array) -> jax.Array:
         self.names.add(name)
@@ -37,16 +38,21 @@ class _Listener:
         return y
 
     def check(self) -> None:
-        """Raises ValueError if nothing was heard, or nothing that a pattern matches."""
-        if not self.names:
+        """Raises ValueError if nothing was heard in the block that ends, or nothing that a pattern matches. A listener that
+        an earlier block shared may hear nothing, where all programs of the block are that block's."""
+        names, self.names = self.names, set[str]()
+        if not names and self.was_heard:
+            return
+        self.was_heard = True
+        if not names:
             raise ValueError(
                 "the listener heard nothing: no model was traced inside the block. A program compiled ahead of time "
                 "(jax.jit(f).lower(...).compile()) and jax.make_jaxpr's result cannot change any more: call the function that "
                 "they were made of. What jf.stream yields is computed where it is read: read it inside the block"
             )
         for pattern in self.patterns:
-            if not any(fnmatch(name, pattern) for name in self.names):
-                raise ValueError(f"no activation matches {pattern!r}{nearest(pattern, self.names)}")
+            if not any(fnmatch(name, pattern) for name in names):
+                raise ValueError(f"no activation matches {pattern!r}{nearest(pattern, names)}")
 
 
 _listeners = jax.make_user_context(())

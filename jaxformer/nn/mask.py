@@ -26,7 +26,7 @@ class TokenInfo:
 
 
 def arange(length: int) -> TokenInfo:
-    """Places 0 … length − 1, nothing masked."""
+    """Positions 0 … length − 1, nothing masked."""
     order = jnp.arange(length, dtype=jnp.int32)[None]
     return TokenInfo(order, order, ordered=True)
 

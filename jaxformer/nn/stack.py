@@ -65,7 +65,7 @@ def _stacked_name(layers: Sequence[ModelConfig], layer: ModelConfig, sublayer: s
     return sublayer if number == 1 else f"{sublayer}_{number}"
 
 
-def _holds(layers: Sequence[ModelConfig], layer: ModelConfig, name: str) -> bool:
+def holds(layers: Sequence[ModelConfig], layer: ModelConfig, name: str) -> bool:
     """Whether a layer's parameters are among those stacked under ``name``."""
     sublayer = _sublayer(name)
     return block.has(layer, sublayer) and _stacked_name(layers, layer, sublayer) == name
@@ -128,12 +128,16 @@ def _cached_layers(params, x_BTD, cfg, run, cache, info):
     for index, layer, layer_params in _numbered(params, cfg):
         with scope(str(index)):
             x_BTD, layer_cache, sums = run(layer, index, layer_params, x_BTD, cache.layer(index, layer, info))
+        if layer_cache is None:
+            raise ValueError(
+                f"attention={layer.attention!r} must give (x, cache), with the cache that it was given or its next"
+            )
         entries.append(layer_cache.entries)
         routing.append(sums)
     return cache.guard(x_BTD), routing, dataclasses.replace(cache, layers=tuple(entries))
 
 
-def _rematerialised(run, cfg):
+def _rematerialised(run, cfg, scanned):
     execution = cfg.execution
     keep = execution.remat_save
     if execution.remat == "dots":
@@ -143,15 +147,16 @@ def _rematerialised(run, cfg):
         policy = POLICY.save_from_both_policies(POLICY.dots_with_no_batch_dims_saveable, policy)
 
     # In a scan, nothing could merge what is computed again with what was computed first.
-    return jax.checkpoint(run, static_argnums=0, policy=policy, prevent_cse=not execution.scan)
+    return jax.checkpoint(run, static_argnums=0, policy=policy, prevent_cse=not scanned)
 
 
 def _layers(params, x_BTD, cfg, run):
     """x after ``run(layer config, index, layer params, x)`` of every layer, and the sums of their experts."""
     watched, routing = listening(), []
+    scanned = cfg.execution.scan and not watched and not is_unstacked(params)
     if cfg.execution.remat != "none" and not watched:
-        run = _rematerialised(run, cfg)
-    if not cfg.execution.scan or watched or is_unstacked(params):
+        run = _rematerialised(run, cfg, scanned)
+    if not scanned:
         for index, layer, layer_params in _numbered(params, cfg):
             with scope(str(index)):
                 x_BTD, _, sums = run(layer, index, layer_params, x_BTD)
@@ -179,7 +184,7 @@ def _rows(params, layers, start, period, repeats):
     rows = {}
     for name, tree in params.items():
         first, each = (
-            sum(_holds(layers, layer, name) for layer in some) for some in (layers[:start], layers[start : start + period])
+            sum(holds(layers, layer, name) for layer in some) for some in (layers[:start], layers[start : start + period])
         )
         if each:
             cut = lambda p: p[first : first + each * repeats].reshape(repeats, each, *p.shape[1:])  # noqa: B023
@@ -204,7 +209,7 @@ def unstack(params: dict, layers: Sequence[ModelConfig], period: Sequence[ModelC
     period = layers if period is None else period
     trees: list[dict] = [{} for _ in period]
     for name, stacked in params.items():
-        holders = [number for number, layer in enumerate(period) if _holds(layers, layer, name)]
+        holders = [number for number, layer in enumerate(period) if holds(layers, layer, name)]
         leaves, tree = jax.tree.flatten(stacked)
         split = [jax.lax.split(leaf, [1] * len(holders)) for leaf in leaves]
         for row, number in enumerate(holders):

@@ -77,10 +77,10 @@ class DistributedConfig(Strict):
 
 @contextlib.contextmanager
 def joined(config: DistributedConfig) -> Iterator[None]:
-    """With the other processes, if ``config`` speaks of any. To be entered before anything asks JAX for its devices.
+    """With the other processes, if ``config`` names any. To be entered before anything asks JAX for its devices.
 
     What is raised inside ends this process, and thereby the others, which say that one was lost. Raises ValueError where this
-    process is one of several that know nothing of each other.
+    process is one of several that have not been connected.
     """
     if not config.on:
         _refuse_strangers()

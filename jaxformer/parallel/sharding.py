@@ -30,8 +30,6 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "R": ("fsdp",),
     "Q": ("fsdp",),
 }
-IN_USE = {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
-"""``PARAMETERS`` of weights that are brought together to be used."""
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "B": ROWS,
     "T": ("context",),
@@ -135,6 +133,11 @@ def shardings(spec: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     return jax.tree.map(sharding, spec, is_leaf=lambda leaf: isinstance(leaf, Param))
 
 
+def in_use() -> dict[str, tuple[str, ...]]:
+    """``PARAMETERS`` of weights that are brought together to be used."""
+    return {letter: tuple(axis for axis in axes if axis != "fsdp") for letter, axes in PARAMETERS.items()}
+
+
 def constrain(x: jax.Array, letters: str) -> jax.Array:
     """An activation, where the table puts it on the mesh that is set (``jax.set_mesh``); as it is without one of ours."""
     return _constrain(x, letters, ACTIVATIONS)
@@ -143,7 +146,7 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 def gathered(weight: jax.Array, letters: str) -> jax.Array:
     """A weight as it is used: what lies on fsdp is brought together, by this constraint and not by XLA's choice, which may be
     to move activations instead."""
-    return _constrain(weight, letters, IN_USE)
+    return _constrain(weight, letters, in_use())
 
 
 def _constrain(x: jax.Array, letters: str, rules: dict[str, tuple[str, ...]]) -> jax.Array:

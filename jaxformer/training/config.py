@@ -26,7 +26,7 @@ class TrainConfig(Strict):
     steps: int = 1000
     """Number of updates."""
     objective: str = NEXT_TOKEN
-    """What training lowers: next_token (cross-entropy), or 'package.module:name' of a function of the ModelConfig and this
+    """What training minimises: next_token (cross-entropy), or 'package.module:name' of a function of the ModelConfig and this
     TrainConfig that returns an objective, a function (params, batch, rng) (see jaxformer.training.objective)."""
     eval_every: int = 250
     """Steps between evaluations; each also prints a sample and saves the state."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxformer.training.master import Following, follower, following
+
 Tree = Any
 
 
@@ -21,7 +23,7 @@ class EmaState(NamedTuple):
     """The optimizer's own state."""
 
 
-def with_ema(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+def with_ema(inner: optax.GradientTransformation, decay: float) -> Following:
     """``inner``, whose state holds the mean of the parameters after each update, weighted by ``decay`` to the power of their
     age in updates (the weights add up to 1 from the first update on). Before it, the mean is the parameters."""
 
@@ -32,17 +34,29 @@ def with_ema(inner: optax.GradientTransformation, decay: float) -> optax.Gradien
     def update(updates, state, params):
         updates, inner_state = inner.update(updates, state.inner, params)
         count = optax.safe_increment(state.updates)
-        mass = lambda n: -jnp.expm1(n * math.log(decay))  # 1 − decayⁿ, the sum of n weights times 1 − decay
-        kept = decay * mass(count - 1) / mass(count)
-        averaged = lambda ema, p, u: ema + (1 - kept) * (p.astype(ema.dtype) + u - ema)
+        averaged = lambda ema, p, u: ema + newest(count) * (p.astype(ema.dtype) + u - ema)
         return updates, EmaState(count, jax.tree.map(averaged, state.ema, params, updates), inner_state)
 
-    return optax.GradientTransformation(init, update)
+    def newest(count):  # the weight of the newest parameters in a mean over count updates
+        mass = lambda n: -jnp.expm1(n * math.log(decay))  # 1 − decayⁿ, the sum of n weights times 1 − decay
+        return 1 - decay * mass(count - 1) / mass(count)
+
+    def follow(state, before, after):
+        moved = lambda ema, p, q: ema + newest(state.updates) * (q.astype(ema.dtype) - p.astype(ema.dtype))
+        ema = jax.tree.map(moved, state.ema, before, after)
+        return EmaState(state.updates, ema, follower(inner)(state.inner, before, after))
+
+    return following(optax.GradientTransformation(init, update), follow)
 
 
 def ema_params(opt_state: Any, params: Tree) -> Tree:
-    """The parameters to evaluate and to load: their running mean, in their dtypes, where the optimizer keeps one; else
-    ``params``."""
+    """The parameters to evaluate and to load: their running mean, in their dtypes and where they lie, if the optimizer keeps
+    one; else ``params``."""
     if not isinstance(opt_state, EmaState):
         return params
-    return jax.tree.map(lambda ema, p: ema.astype(p.dtype), opt_state.ema, params)
+
+    def like(ema, p):
+        in_host = not isinstance(ema, jax.core.Tracer) and ema.sharding.memory_kind != p.sharding.memory_kind
+        return (jax.device_put(ema, p.sharding) if in_host else ema).astype(p.dtype)
+
+    return jax.tree.map(like, opt_state.ema, params)

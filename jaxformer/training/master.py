@@ -1,6 +1,7 @@
 """Float32 training of parameters that are stored in less (Micikevicius et al. 2018): the optimizer's state holds a float32 copy
 of them, and they are its rounding."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,25 @@ import jax.numpy as jnp
 import optax
 
 Tree = Any
+
+
+class Following(optax.GradientTransformation):
+    """A gradient transformation whose state holds values of the parameters: ``follow(state, before, after)`` is the state for
+    parameters that an objective's ``after_update`` has changed from what the update made, ``before``, to ``after``."""
+
+    follow: Callable[[Any, Tree, Tree], Any]
+
+
+def following(transform: optax.GradientTransformation, follow: Callable[[Any, Tree, Tree], Any]) -> Following:
+    """``transform`` with that function."""
+    result = Following(transform.init, transform.update)
+    result.follow = follow
+    return result
+
+
+def follower(transform: optax.GradientTransformation) -> Callable[[Any, Tree, Tree], Any]:
+    """The ``follow`` of a transformation; for one without, a function that leaves the state as it is."""
+    return getattr(transform, "follow", lambda state, before, after: state)
 
 
 class MasterState(NamedTuple):
@@ -19,7 +39,7 @@ class MasterState(NamedTuple):
     """The state of the optimizer of the float32 parameters."""
 
 
-def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_master(inner: optax.GradientTransformation) -> Following:
     """``inner`` in float32: its moments, and the parameters and gradients that it is given. Its updates move the master copies,
     and ``optax.apply_updates`` of what comes out makes parameters that are exactly their rounding.
 
@@ -44,7 +64,11 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
         kept = lambda p, u: p.astype(jnp.float32) + u if _is_low(p) else optax.MaskedNode()
         return updates, MasterState(jax.tree.map(kept, params, updates), inner_state)
 
-    return optax.GradientTransformation(init, update)
+    def follow(state, before, after):
+        changed = lambda p, q, x: jnp.where(p == q, x, q.astype(jnp.float32)) if _is_low(p) else x
+        return MasterState(jax.tree.map(changed, before, after, state.master), follower(inner)(state.inner, before, after))
+
+    return following(optax.GradientTransformation(init, update), follow)
 
 
 def _is_low(param: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-"""Objectives, the functions that training lowers, and the one of language models: next-token cross-entropy.
+"""Objectives, the functions that training minimises, and the one of language models: next-token cross-entropy.
 
 An objective is any function ``(params, batch, rng) -> (total, sums)`` (see ``Objective``). ``next_token(cfg)`` is one.
 """
@@ -30,7 +30,7 @@ Sums = dict[str, jax.Array]
 
 
 class Objective(Protocol):
-    """What training lowers: ``total / sums["weight"]``, both summed over all rows of a step.
+    """What training minimises: ``total / sums["weight"]``, both summed over all rows of a step.
 
     ``batch`` is a dict of arrays whose first axis is the rows; a call may see only some of the step's rows (one microbatch, one
     device). ``rng`` is a key for dropout, different in every call, or None in validation. ``total`` is a scalar. ``sums`` is a
@@ -99,6 +99,8 @@ class NextToken:
         """``(total, sums)``: sums of nll, correct, weight; with experts, those that ``balance`` needs."""
         cfg = self.cfg
         check(batch, cfg)
+        if cfg.mtp and "embeddings" in batch:
+            raise ValueError("embeddings in a batch do not go with mtp, whose block reads the next tokens by their ids")
         rng = rng if cfg.execution.has_dropout else None
         inputs = {name: batch[name] for name in OPTIONAL if name in batch}
         targets, weights = jnp.asarray(batch["targets"]), counted_weights(batch)

@@ -21,7 +21,7 @@ from jaxformer.config.strict import Strict, within
 from jaxformer.nn import model
 from jaxformer.training import matrices, mup
 from jaxformer.training.ema import with_ema
-from jaxformer.training.master import with_master
+from jaxformer.training.master import Following, follower, with_master
 
 USES: dict[str, tuple[str, ...]] = {
     "adamw": ("beta1", "beta2", "eps", "mup_base"),
@@ -124,7 +124,7 @@ def learning_rate(cfg: OptimConfig, step: jax.Array, steps: int) -> jax.Array:
     return jnp.asarray(cfg.lr * jnp.where(warm < 1, warm, SCHEDULES[cfg.schedule](cfg, step, steps)), jnp.float32)
 
 
-class Scheduled(optax.GradientTransformation):
+class Scheduled(Following):
     """A gradient transformation that tells its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
 
     learning_rate: Callable[[jax.Array], jax.Array]
@@ -132,7 +132,7 @@ class Scheduled(optax.GradientTransformation):
 
 def _scheduled(transform: optax.GradientTransformation, rate: Callable[[jax.Array], jax.Array]) -> Scheduled:
     scheduled = Scheduled(transform.init, transform.update)
-    scheduled.learning_rate = rate
+    scheduled.learning_rate, scheduled.follow = rate, follower(transform)
     return scheduled
 
 

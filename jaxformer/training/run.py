@@ -121,7 +121,7 @@ def make_objective(config: Config) -> objectives.Objective:
 
 
 def make_update(config: Config, objective: objectives.Objective) -> Callable:
-    """The update of a run, which lowers ``objective``."""
+    """The update of a run, which minimises ``objective``."""
     return updates.make_update(objective, _optimizer(config), config.train.microbatches)
 
 

@@ -15,6 +15,7 @@ from jaxformer.nn import model
 from jaxformer.parallel.placement import over_devices, own_key, row_count
 from jaxformer.parallel.sharding import shardings
 from jaxformer.training.balance import nonzero
+from jaxformer.training.master import follower
 from jaxformer.training.objective import Objective, call, mean_metrics
 
 
@@ -40,8 +41,8 @@ def make_update(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """``update(state, batch) -> (state, metrics)``, pure: for ``jax.jit``, or for a placement (``jit``, ``pmap``, ``mesh``).
 
-    It lowers the objective's total over its weight, both summed over the whole step: over all microbatches and devices. batch:
-    a dict of arrays whose first axis is the rows. microbatches: equal parts that the rows are computed in, one after another.
+    It minimises the objective's total over its weight, both summed over the whole step: over all microbatches and devices.
+    batch: a dict of arrays whose first axis is the rows. microbatches: equal parts that the rows are computed in, one by one.
 
     metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping) and,
     where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
@@ -52,7 +53,7 @@ def make_update(
         raise ValueError(f"microbatches={microbatches} must be at least 1")
     known_weight = getattr(objective, "weight", None)
     after_update = getattr(objective, "after_update", lambda params, sums: params)
-    learning_rate = getattr(optimizer, "learning_rate", None)
+    learning_rate, follow = getattr(optimizer, "learning_rate", None), follower(optimizer)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         rng = own_key(jax.random.fold_in(state.rng, state.step))
@@ -72,7 +73,10 @@ def make_update(
         metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(grads)}
         if learning_rate:
             metrics["lr"] = learning_rate(state.step)
-        params = after_update(optax.apply_updates(state.params, updates), sums)
+        updated = optax.apply_updates(state.params, updates)
+        params = after_update(updated, sums)
+        if params is not updated:
+            opt_state = follow(opt_state, updated, params)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update

@@ -1,7 +1,7 @@
 """Tokens to their experts and back, on one device or on a mesh.
 
 On a mesh (``jax.set_mesh``) each device sorts its own tokens, [T, D] here, and owns some of the experts: those of its place
-along the axis ``expert``. Rows (M: pairs of a token and an expert of its) go there and back by an all-to-all. Weights are
+along the axis ``expert``. Rows (M: (token, chosen expert) pairs) go there and back by an all-to-all. Weights are
 brought together over ``fsdp`` alone; F stays spread over ``tensor``, whose partial results are summed.
 
 Dropless is exact for any load. Shapes are fixed, and the most that could come to one device is all that its experts could be
@@ -44,8 +44,9 @@ def apply(
 ) -> tuple[jax.Array, jax.Array]:
     """What the experts make of tokens [B, T, D], weighted and added up; and bool [B, T, J], which choices had room.
 
-    limited: by ``dispatch="capacity"``. A batch that does not divide by the mesh's axes of rows and ``context``, as a step of
-    decoding may not, or experts that do not by ``expert``, are left to XLA's partitioner: the same numbers, more to send.
+    limited: by ``expert_dispatch="capacity"``. A batch that does not divide by the mesh's axes of rows and ``context``,
+    as a step of decoding may not, or experts that do not by ``expert``, are left to XLA's partitioner: the same numbers, with
+    more to send.
     """
     weights = {name: params[name].astype(x_BTD.dtype) for name in WEIGHTS}
     mesh = sharding.current()
@@ -172,8 +173,8 @@ def room(rows: int, most: int) -> int:
 
 
 def _capacity(weights, x_TD, expert_TJ, valid_T, cfg, owners):
-    """Each expert has C rooms for this device's tokens, ``capacity`` even shares of them: on a mesh a token may find none that
-    would on one device, where rooms are for all tokens together. Where none is dropped, the numbers are the same.
+    """Each expert takes C of this device's tokens, ``expert_capacity`` even shares of them: on a mesh it may drop a token
+    that it would take on one device, where its capacity is for all tokens together. Where none is dropped, numbers are the same.
 
     First choices of all tokens come first, then second ones: who is late is less wanted. So a token's second choice depends on
     the first ones of later tokens, which no causal model may do when it generates: capacity acts in training alone.

@@ -30,5 +30,5 @@ class AttentionCall:
     """Whether there are several devices, and no mesh that says which part is whose."""
 
     def padded_window(self) -> str | None:
-        """Kernels count places by index; windows count those without padding."""
+        """Kernels count tokens by index; windows count those that are no padding."""
         return "counts padding as places in a window" if self.window is not None and self.padding else None

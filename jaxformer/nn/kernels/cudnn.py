@@ -11,7 +11,7 @@ from jaxformer.parallel.sharding import platform
 def limit(call: AttentionCall) -> str | None:
     """Why cuDNN cannot serve a call; None where it can."""
     if not cudnn_is_there():
-        return "is NVIDIA's, and these are no GPUs of theirs"
+        return "runs only on NVIDIA GPUs"
     if call.bias or call.softcap is not None:
         return "adds no bias to the scores and caps none"
     if call.dropout:

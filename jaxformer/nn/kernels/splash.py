@@ -103,7 +103,7 @@ def _on_mesh(mesh, q_BKGTH, k_BKSH, v_BKSH, query_ids, key_ids, call):
 
 
 def _folded(length: int, shards: int) -> np.ndarray:
-    """[T]: places of a sequence that is folded over ``shards`` devices: device d has halves d and 2·shards − 1 − d."""
+    """[T]: indices of a sequence that is folded over ``shards`` devices: device d has halves d and 2·shards − 1 − d."""
     halves = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
     return np.stack([halves[:shards], halves[::-1][:shards]], axis=1).reshape(-1)
 
