@@ -227,7 +227,7 @@ def test_asked_to_stop_one_all_stop_at_the_same_step_and_one_process_goes_on(run
     assert "Stopped after step 4, saved" in stopped[0].out  # the answer to a step's question comes with the next
     went_on = runs.start("stopped", 1, devices=2)
     all_ended(went_on)
-    assert "going on from step 4" in went_on[0].out and "differs" not in went_on[0].out
+    assert "resuming from step 4" in went_on[0].out and "differs" not in went_on[0].out
     assert_same(runs, "stopped", "one")
 
 
@@ -251,7 +251,7 @@ def test_one_of_four_is_killed_and_two_go_on(runs):
     assert [record["step"] for record in runs.records("four")][-1] > 3, "some of what was recorded is undone"
     two, one = runs.start("four", 2), runs.start("from 3", 1, devices=2)
     all_ended([*two, *one])
-    assert "going on from step 3" in two[0].out and "going on from step 3" in one[0].out
+    assert "resuming from step 3" in two[0].out and "going on from step 3" in one[0].out
     assert_same(runs, "four", "from 3")
     all_ended(runs.one)
     assert_same(runs, "four", "one", rtol=1e-4)

@@ -194,7 +194,7 @@ def test_killed_and_gone_on_with_equals_uninterrupted(trainer, config, kind):
     ended(whole.processes[0])
     killed = trainer.killed[config, kind].result()
     ended(killed.processes[0], -signal.SIGKILL)
-    assert "going on from step 3" in ended(killed.processes[1])
+    assert "resuming from step 3" in ended(killed.processes[1])
     assert_same_end(killed.directory, whole.directory)
 
 
@@ -205,7 +205,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(trainer, config, step):
     out = " ".join(ended(stopped.processes[0]).split())
     assert f"Stopped after step {step}" in out
     assert str(stopped.directory) in out.replace(" ", "") and "same command goes on" in out
-    assert f"going on from step {step}" in ended(stopped.processes[1])
+    assert f"resuming from step {step}" in ended(stopped.processes[1])
     assert_same_end(stopped.directory, whole.directory)
 
 

@@ -174,7 +174,7 @@ def room(rows: int, most: int) -> int:
 
 def _capacity(weights, x_TD, expert_TJ, valid_T, cfg, owners):
     """Each expert takes C of this device's tokens, ``expert_capacity`` even shares of them: on a mesh it may drop a token
-    that it would take on one device, where its capacity is for all tokens together. Where none is dropped, numbers are the same.
+    that it would take on one device, where its capacity is for all tokens together. Where none is dropped, the numbers agree.
 
     First choices of all tokens come first, then second ones: who is late is less wanted. So a token's second choice depends on
     the first ones of later tokens, which no causal model may do when it generates: capacity acts in training alone.
