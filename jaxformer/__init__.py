@@ -34,6 +34,7 @@ from jaxformer.nn.logprobs import logprobs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import multiply, named
+from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -52,6 +53,7 @@ __all__ = [
     "Generated",
     "Latent",
     "LayerCache",
+    "MeshConfig",
     "ModelConfig",
     "MultiToken",
     "OptimConfig",

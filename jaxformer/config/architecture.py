@@ -39,6 +39,7 @@ class ModelConfig(Strict):
     """
 
     UNCHECKED = COMPONENTS
+    FORMER = {"save": "remat_save"}
 
     vocab_size: int
     """[V] rows of the embedding table."""

@@ -16,7 +16,9 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -67,6 +69,8 @@ def normalized(kind: str, value: Any) -> Any:
         raise ValueError(f"{kind}={value!r} is what looks components up; give it one of: {', '.join(BUILT_IN[kind])}")
     if isinstance(component, type) and dataclasses.is_dataclass(component):
         component = _instance(kind, value, component, {})
+    if isinstance(component, type) and isinstance(inspect.getattr_static(component, "spec", None), types.FunctionType):
+        raise ValueError(f"{kind}={value!r} is a class with ordinary methods: give an instance, {component.__name__}()")
     if not (hasattr(component, "spec") and hasattr(component, "apply")):
         raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
     if has_fields(component):
@@ -110,10 +114,12 @@ def imported(kind: str, name: str) -> Any:
     try:
         value = importlib.import_module(module)
     except (ImportError, ValueError, TypeError) as error:  # the last two for "" and for relative names
-        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error}") from error
+        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error} (its folder must be on PYTHONPATH)") from error
     for step in filter(None, attribute.split(".")):
         if not hasattr(value, step):
-            raise ValueError(f"{kind}={name!r}: {module!r} has no {attribute!r}{nearest(step, vars(value))}")
+            raise ValueError(
+                f"{kind}={name!r}: {module!r} has no {attribute!r}{nearest(step, [n for n in vars(value) if n[0] != '_'])}"
+            )
         value = getattr(value, step)
     return _called(kind, name, value) if parenthesis else value
 

@@ -93,7 +93,7 @@ def llama(**fields) -> ModelConfig:
     n_layers, n_heads; n_kv_heads for GQA; d_ff is (8/3)·d_model rounded up to a multiple of 16 unless given."""
     required = ("vocab_size", "d_model", "n_layers", "n_heads")
     if missing := [name for name in required if name not in fields]:
-        near = [f"{name!r}{nearest(name, required)}" for name in fields if name not in ModelConfig.keywords()]
+        near = [f"{name!r}{nearest(name, ModelConfig.keywords())}" for name in fields if name not in ModelConfig.keywords()]
         hint = f"; unknown: {', '.join(near)}" if near else ""
         raise ValueError(f"llama needs {', '.join(missing)}{hint}")
     defaults: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope"}

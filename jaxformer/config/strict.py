@@ -23,6 +23,8 @@ class Strict:
     ``components.normalized`` checks."""
 
     UNCHECKED: ClassVar[tuple[str, ...]] = ()
+    FORMER: ClassVar[dict[str, str]] = {}
+    """What fields of earlier versions are called now."""
 
     @classmethod
     def keywords(cls) -> list[str]:
@@ -33,7 +35,8 @@ class Strict:
         known = cls.keywords()
         for name in kwargs:
             if name not in known:
-                raise ValueError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+                hint = f"; it is called {cls.FORMER[name]} now" if name in cls.FORMER else nearest(name, known)
+                raise ValueError(f"{cls.__name__} has no field {name!r}{hint}")
         return super().__new__(cls)
 
     def __post_init__(self):

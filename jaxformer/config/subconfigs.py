@@ -61,6 +61,15 @@ class RopeScaling(Strict):
 class Experts(Strict):
     """A feed-forward of gated experts, a few of which each token is routed to (``nn.experts``). n_experts=0: none."""
 
+    FORMER = {
+        "number": "n_experts",
+        "dispatch": "ModelConfig(expert_dispatch=...)",
+        "capacity": "ModelConfig(expert_capacity=...)",
+        "balance_loss": "ModelConfig(balance_loss=...)",
+        "z_loss": "ModelConfig(router_z_loss=...)",
+        "balance_rate": "ModelConfig(balance_rate=...)",
+    }
+
     n_experts: int = 0
     """[E] experts of a layer; 0: an ordinary feed-forward."""
     per_token: int = 2

@@ -17,6 +17,8 @@ class DataConfig(Strict):
     Raises ValueError, naming the field, for values that describe no data set.
     """
 
+    FORMER = {"separate": "segment_documents"}
+
     task: str = "text"
     """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs; or
     'package.module:name' of a function of this DataConfig that returns a data set (see jaxformer.data.custom)."""

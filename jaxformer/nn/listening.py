@@ -26,11 +26,11 @@ class _Listener:
     """A callback, the patterns that must match what it hears, and the names that it has heard."""
 
     def __init__(self, callback: Callback, patterns: tuple[str, ...] = ()):
-        self.callback, self.patterns, self.names = callback, patterns, set[str]()
-        self.was_heard = False
+        self.callback, self.patterns, self.matched = callback, patterns, False
+        self.heard, self.names = set[str](), set[str]()  # in this block; in the last one that heard anything
 
     def hear(self, name: str, x: jax.Array) -> jax.Array:
-        self.names.add(name)
+        self.heard.add(name)
         y = self.callback(name, x)
         if getattr(y, "shape", None) != x.shape or y.dtype != x.dtype:
             got = f"{y.dtype}{list(y.shape)}" if hasattr(y, "dtype") else type(y).__name__
@@ -39,20 +39,21 @@ class _Listener:
 
     def check(self) -> None:
         """Raises ValueError if nothing was heard in the block that ends, or nothing that a pattern matches. A listener that
-        an earlier block shared may hear nothing, where all programs of the block are that block's."""
-        names, self.names = self.names, set[str]()
-        if not names and self.was_heard:
+        an earlier block shared may hear nothing: its programs have been compiled there, with all that its patterns matched."""
+        heard, self.heard = self.heard, set[str]()
+        if not heard and self.matched:
             return
-        self.was_heard = True
-        if not names:
+        self.names = heard or self.names
+        if not self.names:
             raise ValueError(
                 "the listener heard nothing: no model was traced inside the block. A program compiled ahead of time "
                 "(jax.jit(f).lower(...).compile()) and jax.make_jaxpr's result cannot change any more: call the function that "
                 "they were made of. What jf.stream yields is computed where it is read: read it inside the block"
             )
         for pattern in self.patterns:
-            if not any(fnmatch(name, pattern) for name in names):
-                raise ValueError(f"no activation matches {pattern!r}{nearest(pattern, names)}")
+            if not any(fnmatch(name, pattern) for name in self.names):
+                raise ValueError(f"no activation matches {pattern!r}{nearest(pattern, self.names)}")
+        self.matched = True
 
 
 _listeners = jax.make_user_context(())

@@ -2,8 +2,9 @@
 
 from jaxformer.parallel.placement import Placement, jit, mesh, over_devices, pmap
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.ema import ema_params
+from jaxformer.training.ema import ema_params, with_ema
 from jaxformer.training.evaluate import make_evaluate
+from jaxformer.training.master import with_master
 from jaxformer.training.objective import NextToken, Objective, next_token
 from jaxformer.training.optim import OptimConfig, Scheduled, from_rule, initial_params, learning_rate, optimizer
 from jaxformer.training.update import TrainState, init_state, make_update, param_shardings
@@ -30,4 +31,6 @@ __all__ = [
     "over_devices",
     "param_shardings",
     "pmap",
+    "with_ema",
+    "with_master",
 ]

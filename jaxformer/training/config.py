@@ -23,6 +23,8 @@ NEXT_TOKEN = "next_token"
 class TrainConfig(Strict):
     """How long and how to train, and what to show."""
 
+    FORMER = {"keep": "keep_checkpoints"}
+
     steps: int = 1000
     """Number of updates."""
     objective: str = NEXT_TOKEN

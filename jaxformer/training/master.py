@@ -71,6 +71,12 @@ def with_master(inner: optax.GradientTransformation) -> Following:
     return following(optax.GradientTransformation(init, update), follow)
 
 
+def keeps_master(opt_state: Any) -> bool:
+    """Whether an optimizer's state has float32 copies of parameters."""
+    is_master = lambda state: isinstance(state, MasterState)
+    return any(map(is_master, jax.tree.leaves(opt_state, is_leaf=is_master)))
+
+
 def _is_low(param: jax.Array) -> bool:
     return jnp.dtype(param.dtype).itemsize < 4
 

@@ -129,6 +129,7 @@ class NextToken:
 
     def weight(self, batch: Batch) -> jax.Array:
         """The sum of the weights of the targets that are trained."""
+        check(batch, self.cfg)
         return counted_weights(batch).sum()
 
     def metrics(self, sums: Sums) -> Sums:

@@ -1,6 +1,7 @@
 """The training step: one pure ``update(state, batch) -> (state, metrics)``, the same under every placement."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ from jaxformer.nn import model
 from jaxformer.parallel.placement import over_devices, own_key, row_count
 from jaxformer.parallel.sharding import shardings
 from jaxformer.training.balance import nonzero
-from jaxformer.training.master import follower
+from jaxformer.training.master import follower, keeps_master
 from jaxformer.training.objective import Objective, call, mean_metrics
+
+log = logging.getLogger(__name__)
 
 
 @struct.dataclass
@@ -32,8 +35,19 @@ class TrainState:
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, rng: jax.Array) -> TrainState:
-    """The state before the first update. rng: the key that all randomness of training (dropout) comes from."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), rng)
+    """The state before the first update. rng: the key that all randomness of training (dropout) comes from.
+
+    Raises ValueError for parameters that hold no arrays. Optimizers of ``training.optimizer`` train parameters below float32 by
+    a float32 master copy; others need ``training.with_master(optimizer)``, without which small updates are lost.
+    """
+    leaves = jax.tree.leaves(params)
+    if not leaves:
+        raise ValueError(f"params hold no arrays: they are {type(params).__name__}, where jf.init gives a nested dict")
+    opt_state = optimizer.init(params)
+    is_low = any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in leaves)
+    if is_low and not keeps_master(opt_state):
+        log.warning("parameters below float32 lose small updates: give training.with_master(optimizer)")
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, rng)
 
 
 def make_update(
