@@ -15,6 +15,7 @@ from jaxformer.decode.drafts import Draft, DraftModel, MultiToken, PromptLookup
 from jaxformer.decode.sampling import GREEDY, Methods, Sampling, compile_sampling, out_of_range
 from jaxformer.nn import inputs as checks
 from jaxformer.nn import model, rope
+from jaxformer.nn.embedding import require_config
 
 LEAST_BUCKET = 16
 
@@ -209,6 +210,7 @@ def padded(prompts: Any, valid: Any, cfg: ModelConfig, source: Any) -> tuple[np.
 
     prompts: a list of token lists, [B, T] with ``valid``, or None for an encoder–decoder that has a start token.
     """
+    require_config(cfg)
     if any(isinstance(x, jax.core.Tracer) for x in (prompts, valid, source)):
         raise ValueError(
             "traced prompts cannot be looked at: inside jit, use jf.decode.generate_arrays(params, prompts, lengths, cfg)"
