@@ -78,13 +78,14 @@ def test_help_explains_every_field():
     lines = [line.strip("│ \n") for line in out.splitlines()]
     for prefix, cls in (
         ("model.", jf.ModelConfig),
+        ("model.", jf.Execution),
         ("model.rope-scaling.", jf.RopeScaling),
         ("data.", jf.DataConfig),
         ("optim.", jf.OptimConfig),
         ("train.", jf.TrainConfig),
     ):
         for field in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(field.type):
+            if dataclasses.is_dataclass(field.type) or field.name == "execution":
                 continue  # its own fields are in the table above
             flag = f"--{prefix}{field.name.replace('_', '-')}"
             at = next((i for i, line in enumerate(lines) if re.match(rf"{flag}[ ,]|{flag}$", line)), None)

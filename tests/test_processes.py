@@ -299,7 +299,7 @@ def test_the_command_line_says_what_is_missing_before_any_work(tmp_path, capsys)
     assert run.parse([*all_three, "--run-dir", str(tmp_path)], config).distributed.on
     wrong = {
         "distributed.num_processes and distributed.process_id must be given too": flags,
-        "pmap' is for one process": [*all_three, "--train.parallel", "pmap"],
+        "pmap' runs in one process": [*all_three, "--train.parallel", "pmap"],
     }
     for message, given in wrong.items():
         with pytest.raises(SystemExit, match="2"):
@@ -364,7 +364,7 @@ def test_slices_that_do_not_fit():
         MeshConfig(data=3, slices=2)
     with pytest.raises(ValueError, match="1 devices along data do not divide by mesh.slices=2"):
         MeshConfig(slices=2, fsdp=16).make(chips(2))
-    with pytest.raises(ValueError, match="of 2 slices, which mesh.slices=1 must say"):
+    with pytest.raises(ValueError, match="belong to 2 slices: set mesh.slices=2, not 1"):
         MeshConfig(fsdp=8).make(chips(2))
     with pytest.raises(ValueError, match="slices of 8, 4 devices"):
         MeshConfig(slices=2, tensor=2).make([chip for chip in chips(2) if chip.slice_index == 0 or chip.coords[1] == 0])

@@ -136,8 +136,8 @@ def no_id(values):
     ("change", "files", "message"),
     [
         (wrong_id, {}, "added token '</think>' cannot have id"),
-        (no_id, {}, "not a whole Hugging Face tokenizer.*missing field `id`"),
-        (lambda values: values["model"].pop("merges"), {}, "not a whole Hugging Face tokenizer"),
+        (no_id, {}, "not a complete Hugging Face tokenizer.*missing field `id`"),
+        (lambda values: values["model"].pop("merges"), {}, "not a complete Hugging Face tokenizer"),
         (None, {"tokenizer_config": {"eos_token": "<end>"}}, "eos_token is '<end>', which the tokenizer does not have"),
         (None, {"tokenizer_config": {"eos_token": 3.5}}, "tokenizer_config.json: eos_token=3.5 is no token"),
         (None, {"tokenizer_config": [1]}, "tokenizer_config.json holds list"),
