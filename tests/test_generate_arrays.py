@@ -76,6 +76,17 @@ def test_under_jit_it_is_generate(name, options):
     assert np.abs(longer.logprobs - expected.logprobs).max() > 0.01, "what fills a row would be seen"
 
 
+def test_constants_are_checked_inside_jit_too():
+    prompts, lengths = map(jnp.asarray, arrays())
+    sampling = {"temperature": jnp.array([0.7, 1.5])}
+    run = lambda params, prompts=prompts: generate_arrays(
+        params, prompts, lengths, CFG, max_new_tokens=NEW, sampling=sampling, key=KEY
+    )
+    assert_same(jax.jit(run)(params_of()), run(params_of()))
+    with pytest.raises(ValueError, match="row 0 of prompts is wrong"):
+        jax.jit(lambda params: run(params, jnp.full((2, 7), -1)))(params_of())
+
+
 def test_a_draft_model_may_be_traced():
     draft = params_of(seed=1)
     expected = jf.generate(params_of(), PROMPTS, CFG, max_new_tokens=NEW, draft=jf.DraftModel(draft, CFG, ahead=2))

@@ -61,6 +61,27 @@ def test_a_family_can_be_added_from_outside(tmp_path, monkeypatch, capsys):
         save(tmp_path / "other", dataclasses.replace(cfg, scale_embedding=True), params, "acme")
 
 
+def test_layers_of_a_second_component_are_read_from_their_own_files(tmp_path, monkeypatch):
+    llama = jf.hf.FAMILIES["llama"]
+
+    def tensors(cfg):
+        table = dict(llama.tensors(cfg))
+        return table | {path.replace(".mlp.", ".mlp_2."): source for path, source in table.items() if ".mlp." in path}
+
+    fields = llama.fields | {"mlp": jf.hf.Rule(lambda reader: (reader("hidden_act", "silu"), ("swiglu", "geglu"))[1])}
+    cfg = jf.presets.llama(vocab_size=16, d_model=16, n_layers=2, n_heads=2, max_length=32, rope_layout="half")
+    params = jf.init(cfg, jax.random.key(0))
+    jf.hf.save(tmp_path / "acme", cfg, params)
+    path = tmp_path / "acme" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "acme"}))
+    monkeypatch.setitem(jf.hf.FAMILIES, "acme", dataclasses.replace(llama, fields=fields, tensors=tensors))
+    layers = load(tmp_path / "acme")[1]["decoder"]["layers"]
+    expected = params["decoder"]["layers"]["mlp"]["up"]
+    assert (expected[0] != expected[1]).any()
+    np.testing.assert_array_equal(layers["mlp"]["up"], expected[:1])
+    np.testing.assert_array_equal(layers["mlp_2"]["up"], expected[1:])
+
+
 def only_forward(reference):
     names = ("input_ids", "attention_mask", "logits_unpadded", "logits_padded", "unpadded_rows")
     return {name: reference[name] for name in names}

@@ -295,3 +295,48 @@ def test_a_letter_of_its_own_on_a_mesh(monkeypatch):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # float32 sums in another order
     assert places == [PartitionSpec(None, "fsdp", None), PartitionSpec(None, "fsdp", "tensor")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A component with a field that files have another use for."""
+
+    component: str = "x"
+
+    def spec(self, cfg):
+        return {}
+
+    def apply(self, params, x_BTD, cfg):
+        return x_BTD
+
+
+class Bare:
+    """A class whose functions are methods."""
+
+    def spec(self, cfg):
+        return {}
+
+    def apply(self, params, x_BTD, cfg):
+        return x_BTD
+
+
+@pytest.mark.parametrize(
+    ("component", "message"), [(Taken(), "cannot be called 'component'"), (Bare, r"give an instance, Bare\(\)")]
+)
+def test_components_that_would_not_work_are_refused(component, message):
+    with pytest.raises(ValueError, match=message):
+        jf.ModelConfig(16, 8, 1, 2, mlp=component)
+
+
+def test_a_size_that_follows_another_is_worked_out_again_of_a_loaded_config():
+    cfg = jf.ModelConfig(30, 32, 1, 4, encoder_layers=1, encoder_heads=8)
+    again = from_dict(jf.ModelConfig, json.loads(to_json(cfg)))
+    assert again == cfg and again.encoder == cfg.encoder
+    assert dataclasses.replace(again, n_heads=2).head_dim == 16
+
+
+def test_fields_of_earlier_versions_are_named():
+    with pytest.raises(ValueError, match="Experts has no field 'number'; it is called n_experts now"):
+        jf.Experts(number=4)
+    with pytest.raises(ValueError, match="ModelConfig has no field 'save'; it is called remat_save now"):
+        jf.ModelConfig(16, 8, 1, 2, save=("mlp.up",))

@@ -281,3 +281,13 @@ def test_capture_of_a_compiled_function_says_so():
     compiled()
     with pytest.raises(ValueError, match="no activation was traced: f must call the model, and must not be jitted"):
         jf.capture(compiled)()
+
+
+def test_a_pattern_must_match_in_every_block_that_traces_something():
+    """An equal dict shares programs with an earlier block, and not what it has heard there."""
+    smaller = dataclasses.replace(CFG, n_layers=1)
+    edits = {"decoder.1.out": jnp.negative}
+    with jf.listen(edits):
+        forward()(params_of(CFG), IDS)
+    with pytest.raises(ValueError, match="no activation matches 'decoder.1.out'"), jf.listen(dict(edits)):
+        forward(smaller)(params_of(smaller), IDS)

@@ -10,8 +10,10 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 import jaxformer as jf
+from jaxformer.training.ema import with_ema
 from jaxformer.training.master import MasterState, with_master
 from jaxformer.training.optim import RULES, from_rule, optimizer
+from jaxformer.training.update import init_state, make_update
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -152,3 +154,37 @@ def test_norms_move_in_bfloat16(runs):
     gains = [path for path in params["ours"] if path.endswith("gain")]
     assert gains and all((params["plain"][path] == 1.0).all() for path in gains)
     assert all((params["ours"][path] != 1.0).mean() > 0.5 for path in gains)
+
+
+@pytest.mark.parametrize("wrap", [with_master, lambda inner: with_ema(with_master(inner), 0.5)], ids=["master", "mean"])
+def test_what_an_objective_changes_after_an_update_stays_changed(wrap):
+    """The copy and the mean are of the parameters that ``after_update`` gives, as with a plain optimizer."""
+
+    def objective(params, batch, rng):
+        return (params["w"].astype(jnp.float32) * batch["x"]).sum(), {"weight": jnp.float32(len(batch["x"]))}
+
+    def clipped(params, sums):
+        return {"w": params["w"].at[0].set(5.0)} if clipped.on else params
+
+    objective.after_update = clipped
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    batch = {"x": jnp.ones((2, 3))}
+    optimizer = wrap(optax.sgd(1.0))
+    state = init_state(params, optimizer, jax.random.key(0))
+    for clipped.on in (True, False):
+        state, _ = jax.jit(make_update(objective, optimizer))(state, batch)
+    assert state.params["w"].tolist() == [4.0, -1.0, -1.0]  # a gradient of 1 in each step
+    if wrap is not with_master:  # 0 weighs 1/3, the last 2/3
+        np.testing.assert_allclose(state.opt_state.ema["w"], [(5 + 2 * 4) / 3, -2 / 3, -2 / 3], rtol=1e-6)
+
+
+def test_another_optimizer_of_low_parameters_is_warned_of(caplog):
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    init_state(params, optax.sgd(1.0), jax.random.key(0))
+    assert "lose small updates" in caplog.text
+    caplog.clear()
+    init_state(params, with_master(optax.sgd(1.0)), jax.random.key(0))
+    init_state({"w": jnp.ones(3)}, optax.sgd(1.0), jax.random.key(0))
+    assert not caplog.text
+    with pytest.raises(ValueError, match="params hold no arrays: they are ModelConfig"):
+        init_state(LOW, optax.sgd(1.0), jax.random.key(0))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 import jaxformer as jf
 from jaxformer.parallel.placement import batch_shardings, check_batch
 from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.training import init_state, make_update
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -241,3 +242,33 @@ def test_a_batch_without_rows(batch, shown):
     placement = jf.training.jit(lambda state, batch: (state, {}))
     with pytest.raises(ValueError, match=f"the first axis of every batch entry must be the rows, of one size; it is {shown}"):
         placement.put_batch(batch)
+
+
+def test_metrics_of_its_own_have_a_loss_and_get_the_weight():
+    def objective(params, batch, rng):
+        return (params["w"] * batch["x"]).sum(), {"weight": jnp.float32(4)}
+
+    optimizer = optax.sgd(0.1)
+    state = init_state({"w": jnp.ones(())}, optimizer, jax.random.key(0))
+    batch = {"x": jnp.ones((4, 1))}
+    objective.metrics = lambda sums: {"loss": sums["loss"] / 8}
+    _, metrics = make_update(objective, optimizer)(state, batch)
+    assert (float(metrics["loss"]), float(metrics["weight"])) == (0.5, 4.0)
+    objective.metrics = lambda sums: {"score": sums["loss"]}
+    with pytest.raises(ValueError, match="must have 'loss'; it has weight, score"):
+        make_update(objective, optimizer)(state, batch)
+
+
+def test_embeddings_do_not_go_with_the_block_for_the_token_after_the_next():
+    cfg = jf.presets.llama(vocab_size=16, d_model=8, n_layers=1, n_heads=2, mtp=True)
+    batch = tiny.batch(cfg) | {"embeddings": np.zeros((4, 8, 8), np.float32), "embeddings_mask": np.zeros((4, 8), bool)}
+    with pytest.raises(ValueError, match="embeddings in a batch do not go with mtp"):
+        jf.loss(tiny.drawn(cfg), batch, cfg)
+
+
+def test_an_update_names_a_missing_entry():
+    cfg = jf.presets.llama(vocab_size=16, d_model=8, n_layers=1, n_heads=2)
+    optimizer = optax.sgd(0.1)
+    state = init_state(tiny.drawn(cfg), optimizer, jax.random.key(0))
+    with pytest.raises(ValueError, match="batch lacks weights; it has tokens, targets"):
+        make_update(jf.training.next_token(cfg), optimizer)(state, {n: tiny.batch(cfg)[n] for n in ("tokens", "targets")})
