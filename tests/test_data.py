@@ -205,7 +205,7 @@ def test_long_documents_are_encoded_in_parts(monkeypatch):
     whole = stream_of("0123456789", "", "ab")
     monkeypatch.setattr(packing, "_PIECE", 3)
     monkeypatch.setattr(packing, "_GROUP", 5)
-    assert list(packing._parts(["0123", ""], 3)) == [(0, "012", False), (0, "3", True), (1, "", True)]
+    assert list(packing._pieces(["0123", ""], 3)) == [(0, "012", False), (0, "3", True), (1, "", True)]
     parts = packing._encode(BYTE, ["0123456789", "", "ab"], True)
     monkeypatch.undo()
     assert parts == packing._encode(BYTE, ["0123456789", "", "ab"], True)

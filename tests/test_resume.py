@@ -204,7 +204,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(trainer, config, step):
     stopped = trainer.stopped[step].result()
     out = " ".join(ended(stopped.processes[0]).split())
     assert f"Stopped after step {step}" in out
-    assert str(stopped.directory) in out.replace(" ", "") and "same command goes on" in out
+    assert str(stopped.directory) in out.replace(" ", "") and "same command resumes" in out
     assert f"resuming from step {step}" in ended(stopped.processes[1])
     assert_same_end(stopped.directory, whole.directory)
 
