@@ -83,8 +83,9 @@ def test_constants_are_checked_inside_jit_too():
         params, prompts, lengths, CFG, max_new_tokens=NEW, sampling=sampling, key=KEY
     )
     assert_same(jax.jit(run)(params_of()), run(params_of()))
+    wrong = prompts.at[0, 0].set(-1)
     with pytest.raises(ValueError, match="row 0 of prompts is wrong"):
-        jax.jit(lambda params: run(params, jnp.full((2, 7), -1)))(params_of())
+        jax.jit(lambda params: run(params, wrong))(params_of())
 
 
 def test_a_draft_model_may_be_traced():

@@ -53,9 +53,13 @@ class Objective(Protocol):
 
 
 def mean_metrics(objective: Objective, sums: Any) -> dict[str, Any]:
-    """The metrics of ``objective`` from sums over a whole step or split, its ``total`` among them as ``"loss"``."""
+    """The metrics of ``objective`` from sums over a whole step or split, its ``total`` among them as ``"loss"``, with the
+    weight. Raises ValueError for an objective whose own metrics have no ``"loss"``."""
     if metrics := getattr(objective, "metrics", None):
-        return metrics(sums)
+        means = {"weight": sums["weight"]} | metrics(sums)
+        if "loss" not in means:
+            raise ValueError(f"metrics(sums) of an objective must have 'loss'; it has {', '.join(means)}")
+        return means
     count = balance.nonzero(sums["weight"])
     means = {name: value / count for name, value in sums.items() if jnp.ndim(value) == 0}
     return means | {"weight": sums["weight"]}
