@@ -18,6 +18,17 @@ def contrastive(cfg, train):
     return objective
 
 
+def itself(params, batch, rng):
+    return jnp.float32(0), {"weight": jnp.float32(1)}
+
+
+def of_the_model(cfg):
+    return itself
+
+
+number = 3
+
+
 def no_objective(cfg, train):
     return "nothing"
 

@@ -95,14 +95,18 @@ def test_what_a_data_set_may_have_is_used():
         ({"task": "test_data_custom:no_function"}, "must be a function of the DataConfig, not 3"),
         ({"task": "test_data_custom:nothing"}, "made object, which lacks train and validation"),
         (
-            {"tokenizer": "bpe"},
-            "has no text to train a bpe tokenizer on: give it an attribute tokenizer, or set data.tokenizer",
+            {"tokenizer": "unigram"},
+            "has no text to train a unigram tokenizer on: give it an attribute tokenizer, or set data.tokenizer",
         ),
     ],
 )
 def test_what_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         load(config("Plain", **fields))
+
+
+def test_without_a_tokenizer_it_is_bytes():
+    assert load(config("Plain", tokenizer=jf.DataConfig().tokenizer)).tokenizer.kind == "byte"
 
 
 def test_an_end_of_the_data_is_told():

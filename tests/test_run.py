@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import example_components
+import example_training
 import jax
 import numpy as np
 import pytest
@@ -159,6 +160,17 @@ def test_an_objective_that_is_none_is_refused_before_anything_is_written(name, m
     with pytest.raises(ValueError, match=message):
         main(contrastive_config(tmp_path / "run", 2, objective=name))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_objective_may_be_named_itself_and_a_function_takes_what_it_needs():
+    def made(name):
+        model = jf.presets.llama(vocab_size=16, d_model=8, n_layers=1, n_heads=2)
+        return run.make_objective(jf.Config(model=model, train=jf.TrainConfig(objective=f"example_training:{name}")))
+
+    assert made("itself") is example_training.itself
+    assert made("of_the_model") is example_training.itself
+    with pytest.raises(ValueError, match="must be a function, not int"):
+        made("number")
 
 
 # Directories

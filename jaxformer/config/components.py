@@ -146,6 +146,12 @@ def _constructed(kind: str, name: str, component: Any, fields: dict[str, Any]) -
     return _instance(kind, name, component, fields)
 
 
+def required(function: Any) -> int:
+    """How many arguments a function must be given by position."""
+    parameters = inspect.signature(function).parameters.values()
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+
+
 def path_of(component: Any) -> Any:
     """The import path that leads to ``component``, or ``component`` itself where none does."""
     if isinstance(component, ModuleType):

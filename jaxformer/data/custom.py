@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxformer.config.components import imported
+from jaxformer.config.components import imported, required
 from jaxformer.data.config import DataConfig
 from jaxformer.data.packing import ALL, Batch, Batches, Rows
 from jaxformer.tokenizers import tokenizer as tokenizers
@@ -25,7 +25,7 @@ def load(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> dict[str, Any]:
         raise ValueError(f"data.task={cfg.task!r} must be a function of the DataConfig, not {make!r}")
     parameters = inspect.signature(make).parameters
     keywords = {name: value for name, value in (("tokenizer", tok), ("rows", rows)) if name in parameters}
-    data = make(cfg, **keywords)
+    data = make(*(cfg,)[: required(make)], **keywords)
     if lacks := [name for name in ("train", "validation") if not hasattr(data, name)]:
         raise ValueError(f"data.task={cfg.task!r} made {type(data).__name__}, which lacks {' and '.join(lacks)}")
     chosen = ALL if "rows" in keywords else rows
@@ -46,7 +46,8 @@ def _rows_of(batch: Batch, rows: Rows) -> Batch:
 
 
 def _tokenizer(cfg: DataConfig) -> Tokenizer:
-    if cfg.tokenizer == "byte":
+    """That of ``cfg``: bytes, where it says nothing else, for the samples and the run directory."""
+    if cfg.tokenizer in ("byte", DataConfig().tokenizer):
         return tokenizers.train("byte", [])
     if cfg.tokenizer in tokenizers.KINDS:
         how = "give it an attribute tokenizer, or set data.tokenizer to byte or a path"

@@ -28,8 +28,9 @@ class TrainConfig(Strict):
     steps: int = 1000
     """Number of updates."""
     objective: str = NEXT_TOKEN
-    """What training minimises: next_token (cross-entropy), or 'package.module:name' of a function of the ModelConfig and this
-    TrainConfig that returns an objective, a function (params, batch, rng) (see jaxformer.training.objective)."""
+    """What training minimises: next_token (cross-entropy), or 'package.module:name' of an objective, a function
+    (params, batch, rng), or of a function of the ModelConfig and this TrainConfig that returns one (see
+    jaxformer.training.objective)."""
     eval_every: int = 250
     """Steps between evaluations; each also prints a sample and saves the state."""
     log_every: int = 10

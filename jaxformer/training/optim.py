@@ -16,7 +16,7 @@ import optax
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.config.components import imported, nearest
+from jaxformer.config.components import imported, nearest, required
 from jaxformer.config.strict import Strict, within
 from jaxformer.nn import model
 from jaxformer.training import matrices, mup
@@ -199,7 +199,7 @@ def _users(optim: OptimConfig, cfg: ModelConfig, steps: int) -> optax.GradientTr
     function = imported("optim.name", optim.name)
     if not callable(function):
         raise ValueError(f"optim.name={optim.name!r} must be a function (optim, cfg, steps), not {type(function).__name__}")
-    transform: Any = function(optim, cfg, steps)
+    transform: Any = function(*(optim, cfg, steps)[: required(function)])
     if not isinstance(transform, optax.GradientTransformation):
         raise ValueError(f"optim.name={optim.name!r} gave {type(transform).__name__}, not an optax.GradientTransformation")
     return transform

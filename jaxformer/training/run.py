@@ -13,7 +13,7 @@ import tyro
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.config.components import imported, nearest
+from jaxformer.config.components import imported, nearest, required
 from jaxformer.config.strict import from_dict, to_json
 from jaxformer.nn import model
 from jaxformer.tokenizers import tokenizer
@@ -109,12 +109,18 @@ def read_run(directory: Path) -> Config:
 
 
 def make_objective(config: Config) -> objectives.Objective:
-    """The objective that ``train.objective`` names, made for the model. Raises ValueError where there is none of that name."""
+    """The objective that ``train.objective`` names: a function ``(params, batch, rng)``, or one of the ModelConfig and the
+    TrainConfig (as many of them as it takes) that returns such a function. Raises ValueError where there is none."""
     cfg, train = config.model, config.train
     if train.objective == NEXT_TOKEN:
         options = {name: getattr(train, name) for name in ("label_smoothing", "loss_chunk", "mtp_weight", "z_loss")}
         return objectives.next_token(cfg, **options)
-    objective = imported("train.objective", train.objective)(cfg, train)
+    make = imported("train.objective", train.objective)
+    if not callable(make):
+        raise ValueError(f"train.objective={train.objective!r} must be a function, not {type(make).__name__}")
+    if required(make) == 3:  # an objective itself
+        return make
+    objective = make(*(cfg, train)[: required(make)])
     if not callable(objective):
         raise ValueError(f"train.objective={train.objective!r} made {objective!r}, not a function (params, batch, rng)")
     return objective
