@@ -4,6 +4,7 @@
 """
 
 import fnmatch
+import logging
 import os
 import re
 import tempfile
@@ -61,6 +62,7 @@ def programs_are_dropped():
     import jax
 
     jax.clear_caches()
+    logging.getLogger("jaxformer").handlers.clear()  # which a run in this process may have left
 
 
 @pytest.fixture(scope="module")

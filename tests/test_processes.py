@@ -251,7 +251,7 @@ def test_one_of_four_is_killed_and_two_go_on(runs):
     assert [record["step"] for record in runs.records("four")][-1] > 3, "some of what was recorded is undone"
     two, one = runs.start("four", 2), runs.start("from 3", 1, devices=2)
     all_ended([*two, *one])
-    assert "resuming from step 3" in two[0].out and "going on from step 3" in one[0].out
+    assert "resuming from step 3" in two[0].out and "resuming from step 3" in one[0].out
     assert_same(runs, "four", "from 3")
     all_ended(runs.one)
     assert_same(runs, "four", "one", rtol=1e-4)

@@ -106,7 +106,7 @@ def test_an_encoder_decoder_translates_by_beam_search(translator, capsys):
     source = np.array([tok.encode("a line.")])
     out = call(capsys, directory, "a line.", "--max-new-tokens", 8)
     best = jf.beam_search(params, None, cfg, source=source, num_beams=4, max_new_tokens=8, eos=tok.eos_id)
-    ids = np.asarray(best.tokens)[0, : int(best.lengths[0])]
+    ids = np.asarray(best.tokens)[0, 0, : int(best.lengths[0, 0])]
     assert out == tok.decode(ids[ids != tok.eos_id].tolist()) + "\n"
     greedy = call(capsys, directory, "a line.", "--max-new-tokens", 8, "--num-beams", 0, "--temperature", 0)
     kept = jf.generate(params, None, cfg, source=source, max_new_tokens=8, eos=tok.eos_id)
