@@ -35,11 +35,11 @@ class DataConfig(Strict):
     vocab_size: int = 4096
     """Pieces of a SentencePiece tokenizer that is trained here."""
     length: int = 256
-    """[T] tokens a row (of the target, for pairs)."""
+    """[T] tokens per row (of the target, for pairs)."""
     source_length: int = 64
     """[S] tokens of an encoder–decoder's source."""
     batch_size: int = 16
-    """[B] rows a step, over all devices."""
+    """[B] rows per step, over all devices."""
     validation_fraction: float = 0.1
     """Share held out: whole files, by a hash of their path; a single file's end; pairs, by a hash of the source."""
     validation_rows: int = 0

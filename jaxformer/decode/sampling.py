@@ -42,9 +42,9 @@ class Sampling(Strict):
     banned: tuple[int, ...] = ()
     """Ids that are never chosen."""
     min_new_tokens: int = 0
-    """No end token before so many others."""
+    """The least number of tokens before an end token."""
     transform: Callable[[jax.Array], jax.Array] | None = None
-    """The user's function, logits [B, V] -> logits [B, V], pure. It is not told of the step or of the tokens so far."""
+    """The user's function, logits [B, V] -> logits [B, V], pure. It is given neither the step nor the tokens so far."""
 
     def __post_init__(self):
         if isinstance(self.logit_bias, dict):

@@ -39,7 +39,7 @@ def load(
     folder: its path, or the id that a hub has it under; revision then pins a branch, tag or commit.
     dtype: of the parameters and of the computation; the file's unless given.
     ignore: patterns (re) of tensors that may be there without being used.
-    config: the fields to go by, in place of config.json.
+    config: the fields to use, in place of config.json.
     shardings: a tree of ``NamedSharding`` like the parameters; each parameter is read, block by block, straight to its shards.
 
     Raises FileNotFoundError where something is missing; ValueError, before any tensor is read, for a config field that

@@ -154,7 +154,7 @@ class Cache:
             raise ValueError(f"tokens have {batch} rows, the cache has {len(self.used)}")
         if positions is not None and cfg.rope_scaling.kind == "dynamic":
             raise ValueError(
-                "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which goes by the length"
+                "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which depends on the length"
             )
         fed = jnp.ones(shape, bool) if valid is None else jnp.broadcast_to(inputs.validity("", valid, shape), shape)
         used = self.used + fed.sum(1, dtype=jnp.int32)

@@ -93,7 +93,9 @@ def token_info(name: str, shape: tuple[int, int], cfg: ModelConfig, positions=No
     """The ``TokenInfo`` of a [B, T] batch. Positions that are not given count the valid tokens of each segment."""
     batch, length = shape
     if segments is not None and "rope" in cfg.positions and cfg.rope_scaling.kind == "dynamic":
-        raise ValueError("segments cannot be combined with rope_scaling of kind 'dynamic', which goes by the length of a row")
+        raise ValueError(
+            "segments cannot be combined with rope_scaling of kind 'dynamic', which depends on the length of a row"
+        )
     if segments is not None:
         segments = _shaped(f"{name}segments", _integers(f"{name}segments", segments), shape)
         segments = _within(f"{name}segments", segments, 2**31, "the range of 32 bits", low=-(2**31))

@@ -2,7 +2,7 @@
 
 A head's query and key have a part without positions, [H], and a rotary part; the rotary key is one for all heads. Two forms
 with the same numbers: plain makes every head's keys and values; absorbed takes queries to the latent instead, and its mix back,
-so that a cache is read as it is kept: R + rotary width numbers a token. Whole sequences use the first, decoding steps the
+so that a cache is read as it is kept: R + rotary width values per token. Whole sequences use the first, decoding steps the
 second.
 """
 

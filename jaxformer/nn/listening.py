@@ -1,4 +1,4 @@
-"""Who is told of named activations: listeners, which may change them, and captures, which keep them.
+"""What receives named activations: listeners, which may change them, and captures, which keep them.
 
 JAX keeps compiled programs, and runs them without calling the Python functions that they were made of. The listeners are
 therefore a part of the context that JAX compiles for: inside ``listen`` every jitted function is traced anew, and no program
@@ -64,7 +64,7 @@ _shared: WeakValueDictionary[tuple[tuple[str, Edit], ...], _Listener] = WeakValu
 
 
 def listen(listener: Callback | Mapping[str, Edit]) -> contextlib.AbstractContextManager[Any]:
-    """Changes activations, or is only told of them, while a model is traced inside the ``with`` block.
+    """Changes activations, or only reads them, while a model is traced inside the ``with`` block.
 
     listener: ``{pattern: edit}``, where ``edit(x) -> x`` is applied to every activation whose name matches the shell-style
     pattern, in the order of the dict; or a callback ``(name, x) -> x`` for every activation. Both give an array of the same
@@ -116,12 +116,12 @@ def _during(listener: _Listener, value: Any) -> Iterator[Any]:
 
 
 def anyone() -> bool:
-    """Whether a listener or a capture is told of activations."""
+    """Whether a listener or a capture receives activations."""
     return bool(_listeners.value or _captures.get())
 
 
 def tell(name: str, x: jax.Array) -> jax.Array:
-    """What the listeners make of the activation ``x``; captures are told of that."""
+    """What the listeners make of the activation ``x``; captures receive that."""
     for listener in _listeners.value:
         x = listener.hear(name, x)
     for keep in _captures.get():

@@ -11,7 +11,7 @@ from flax import struct
 class TokenInfo:
     """Where the tokens of a sequence stand. Leading axes of 1 broadcast over the batch.
 
-    order [1 or B, T]: place in the sequence, which causality and windows go by; it grows along the sequence.
+    order [1 or B, T]: place in the sequence, which causality and windows compare; it grows along the sequence.
     position [1 or B, T]: what the position component encodes (padding does not count; restarts in each packed document).
     segment [B, T] or None: tokens see only their own segment.
     valid [B, T] or None: False for padding, which nobody sees.

@@ -3,7 +3,7 @@
 ``named(x, "mlp.hidden", "BTF", cfg)`` names an activation, and shards it by its letters on a mesh
 (``jaxformer.parallel.sharding``). It costs nothing when nobody listens; inside ``listen`` (``nn.listening``) each named
 activation is handed to the listener, under its full name such as ``decoder.3.mlp.hidden``. Every product of a model goes
-through ``multiply``, so that a ``Watcher`` is told of products too.
+through ``multiply``, so that a ``Watcher`` sees products too.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxformer.parallel.sharding import constrain
 
 
 class Watcher(Protocol):
-    """What is told of everything that is traced inside ``watch``, by full names."""
+    """A callback that sees everything that is traced inside ``watch``, by full names."""
 
     def activation(self, name: str, dims: str, x: jax.Array) -> None:
         """A named activation; ``dims`` has one letter per axis."""

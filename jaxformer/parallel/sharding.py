@@ -70,7 +70,7 @@ class MeshConfig(Strict):
     def make(self, devices: list | None = None) -> Mesh:
         """The mesh, its slices outermost along data; within a slice of TPUs, neighbours lie as their links do.
 
-        Raises ValueError where the devices are not a multiple of its axes, or not of so many slices.
+        Raises ValueError where the devices are not a multiple of its axes, or of the number of slices.
         """
         devices = jax.devices() if devices is None else devices
         per_copy = math.prod(getattr(self, name) for name in AXES[1:])

@@ -1,4 +1,4 @@
-"""Optimizers of matrices: what a tensor's letters say of the matrices in it, and the rules that go by them.
+"""Optimizers of matrices: what a tensor's letters say of the matrices in it, and the rules that use them.
 
 A weight ``DKGH`` that contracts D into KGH is one matrix [D, K·G·H]. Stacked layers and experts are matrices by themselves, so
 that a model trains alike however its parameters are stacked.

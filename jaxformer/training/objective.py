@@ -37,7 +37,7 @@ class Objective(Protocol):
     dict of arrays that add up over rows, with the scalar ``"weight"``: how many tokens, pairs or rows were counted. Arrays that
     the function closes over, such as a frozen model, are constants: they are not trained, and every device has a copy.
 
-    Attributes that an objective may have besides:
+    Attributes that an objective may also have:
 
     * ``metrics(sums)``: the metrics to report, a dict of scalars with ``"loss"``. Without it, every scalar of ``sums`` divided
       by the weight, the weight itself, and ``loss``, which is ``total / weight`` unless ``sums`` has an entry of that name.

@@ -35,7 +35,7 @@ USES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class OptimConfig(Strict):
-    """The optimizer, its learning-rate schedule, and what is kept besides the parameters.
+    """The optimizer, its learning-rate schedule, and what is kept beside the parameters.
 
     A field that the named optimizer does not use must have its default value.
     """

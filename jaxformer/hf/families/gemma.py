@@ -17,7 +17,7 @@ OLD_ACTIVATION = Field("hidden_act", None, ACTIVATION.choices | {"gelu": "geglu_
 
 
 def _mlp(version: int) -> Rule:
-    """The row of the feed-forward. Only Gemma 1 goes by the older name of the activation."""
+    """The row of the feed-forward. Only Gemma 1 uses the older name of the activation."""
 
     def read(reader: ConfigReader) -> str:
         new, old = ACTIVATION.read(reader), OLD_ACTIVATION.read(reader)
