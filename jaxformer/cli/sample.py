@@ -142,6 +142,7 @@ class Writer:
         options, tok = self.options, self.tok
         arguments |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
         arguments |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        arguments["banned"] = range(tok.vocab_size, self.cfg.vocab_size)  # the model may have more ids than the tokenizer
         out = beam_search(self._params, ids, self.cfg, **arguments)
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
