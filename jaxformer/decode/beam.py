@@ -115,8 +115,8 @@ def _search(params, inputs: Inputs, *, request: Request) -> Beams:
     params = model.unstack(params, request.cfg)
     batch, n = len(inputs.prompts), request.copies
     last_BD, cache, _ = loop.read(params, inputs, request)
-    tokens = jnp.full((batch, n, request.max_new_tokens), request.pad)
-    none = Beams(tokens, jnp.full((batch, n), NEVER), jnp.zeros((batch, n), jnp.int32))
+    tokens = jnp.full((batch, n, request.max_new_tokens), request.pad, jnp.int32)
+    none = Beams(tokens, jnp.full((batch, n), NEVER, jnp.float32), jnp.zeros((batch, n), jnp.int32))
     # All beams of a row start as the same hypothesis: only the first may continue, or all would choose the same tokens.
     running = none.replace(scores=none.scores.at[:, 0].set(0.0))  # type: ignore[attr-defined]
     state = _State(cache, running, none, jnp.ones(batch, bool), jnp.zeros((), jnp.int32))

@@ -80,11 +80,11 @@ def make_update(
 
         gradient = jax.grad(scaled, has_aux=True)
         grads, sums = over_devices(_accumulate(gradient, state.params, batch, rng, microbatches))
-        if not known_weight:
-            weight = nonzero(sums["weight"])
-            grads = jax.tree.map(lambda x: (x / weight).astype(x.dtype), grads)
+        weight = 1.0 if known_weight else nonzero(sums["weight"])
+        # Sums of gradients are float32 until here: float16 may not hold them before they are divided.
+        grads = jax.tree.map(lambda x, p: (x if known_weight else x / weight).astype(p.dtype), grads, state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(grads)}
+        metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(float32(grads))}
         if learning_rate:
             metrics["lr"] = learning_rate(state.step)
         updated = optax.apply_updates(state.params, updates)
@@ -96,8 +96,15 @@ def make_update(
     return update
 
 
+def float32(tree: Any) -> Any:
+    """``tree``, what is stored in less than float32 in float32: squares and sums would overflow or be rounded away."""
+    is_low = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_low(x) else x, tree)
+
+
 def _accumulate(gradient, params, batch, rng, microbatches):
-    """``gradient(params, part, rng)``, summed over ``microbatches`` equal parts of the rows, one after another."""
+    """``gradient(params, part, rng)``, summed over ``microbatches`` equal parts of the rows, one after another, in float32 at
+    least."""
     rows = row_count(batch)
     if microbatches == 1:
         return gradient(params, batch, rng)
@@ -115,8 +122,7 @@ def _accumulate(gradient, params, batch, rng, microbatches):
         return jnp.zeros(x.shape, jnp.float32 if is_low else x.dtype)
 
     abstract = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), rng)
-    total = jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
-    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), total, abstract)
+    return jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
