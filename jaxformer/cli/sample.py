@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 from jaxformer.cli import pretrained
-from jaxformer.config.strict import Strict, within
+from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
@@ -63,14 +63,15 @@ class Options(Strict):
     length_penalty: float = 1.0
     """Beam search: above 0 favours longer outputs."""
     seed: int = 0
-    """Seed of the random draws."""
+    """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How tokens are chosen."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 1, math.inf, "n", "max_new_tokens", "batch_size")
-        within(self, 0, math.inf, "num_beams", "seed")
+        within(self, 0, math.inf, "num_beams")
+        check_seed("seed", self.seed)
         if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
             raise ValueError("give one of: a prompt, --interactive, --file")
         if self.chat and self.interactive and self.n > 1:
@@ -141,6 +142,7 @@ class Writer:
         options, tok = self.options, self.tok
         arguments |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
         arguments |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        arguments["banned"] = range(tok.vocab_size, self.cfg.vocab_size)  # the model may have more ids than the tokenizer
         out = beam_search(self._params, ids, self.cfg, **arguments)
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):

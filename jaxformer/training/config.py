@@ -9,7 +9,7 @@ import tyro
 
 from jaxformer.config import ModelConfig
 from jaxformer.config.components import nearest
-from jaxformer.config.strict import Strict, within
+from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.data import DataConfig
 from jaxformer.parallel.multihost import DistributedConfig
 from jaxformer.parallel.sharding import MeshConfig
@@ -57,7 +57,7 @@ class TrainConfig(Strict):
     parallel: Literal["jit", "pmap"] = "jit"
     """How the rows of a batch are spread over the devices, if no mesh is given: by jax.jit or by jax.pmap."""
     seed: int = 0
-    """Seed of the initial parameters and of dropout."""
+    """Seed of the initial parameters and of dropout, from 0 to 4294967295 (2^32 − 1)."""
     prompt: str = "def "
     """Text that the samples printed during training continue."""
     sample_tokens: int = 200
@@ -72,6 +72,7 @@ class TrainConfig(Strict):
         within(self, 0, math.inf, "max_skipped", "agree_every", prefix="train.")
         within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", "z_loss", prefix="train.")
         within(self, 0, 1, "label_smoothing", prefix="train.")
+        check_seed("train.seed", self.seed)
         if self.objective != NEXT_TOKEN and ":" not in self.objective:
             near = nearest(self.objective, [NEXT_TOKEN])
             raise ValueError(f"unknown train.objective {self.objective!r}{near} (or give 'package.module:name')")
