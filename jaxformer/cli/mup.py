@@ -55,12 +55,8 @@ class Options(Strict):
     """Where the drawing goes; the ending decides its format, such as .png, .pdf or .svg."""
 
     def __post_init__(self):
-        from matplotlib.backend_bases import FigureCanvasBase
-
         super().__post_init__()
         within(self, 1, math.inf, "steps", "rows", "length")
-        if target(self.out).suffix[1:] not in (known := FigureCanvasBase.get_supported_filetypes()):
-            raise ValueError(f"out={self.out} must end with a format of drawings: {', '.join(sorted(known))}")
         if len(set(self.widths)) < 2 or min(self.widths) <= 0:
             raise ValueError(f"widths={self.widths} must be two different positive numbers or more")
 
@@ -148,10 +144,13 @@ def draw(path: Path, widths: list[int], with_: list[Sizes], without: list[Sizes]
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
+    from matplotlib.backend_bases import FigureCanvasBase
     from rich.console import Console
     from rich.table import Table
 
     options = tyro.cli(Options, args=arguments, prog="python -m jaxformer.mup", description=f"{__doc__}\n{STATUS}")
+    if target(options.out).suffix[1:] not in (formats := FigureCanvasBase.get_supported_filetypes()):
+        raise ValueError(f"--out {options.out} must end with a format of drawings: {', '.join(sorted(formats))}")
     config, _ = read_config(Path(os.path.expanduser(options.config)))
     models = [widened(config.model, factor) for factor in sorted(set(options.widths))]
     widths = [cfg.d_model for cfg in models]

@@ -5,6 +5,7 @@ reads one prompt per line, in batches, and writes JSON lines. An encoder–decod
 model that has a chat template answers.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import jax
 import numpy as np
@@ -81,13 +82,13 @@ class Options(Strict):
             raise ValueError("a conversation goes on from one answer: --n 1")
         if self.out is not None and self.file is None:
             raise ValueError("--out goes with --file")
-        for name in ("file", "out"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(os.path.expanduser(path)))
-        if self.file is not None and (self.file.is_dir() or not self.file.exists()):
-            raise ValueError(f"{self.file} is a folder; --file takes a file" if self.file.exists() else f"no file {self.file}")
-        if self.out is not None:
-            target(self.out)
+
+    def with_files(self) -> "Options":
+        """These options with ``~`` expanded in --file and --out. Raises ValueError where one cannot be read or written."""
+        file = None if self.file is None else Path(os.path.expanduser(self.file))
+        if file is not None and (file.is_dir() or not file.exists()):
+            raise ValueError(f"{file} is a folder; --file takes a file" if file.exists() else f"no file {file}")
+        return dataclasses.replace(self, file=file, out=None if self.out is None else target(self.out))
 
 
 class Writer:
@@ -221,30 +222,38 @@ def write_all(writer: Writer) -> None:
     settings = writer.settings()
     done = _written(options.out, prompts, settings)
     writer.asked = done
-    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
-    starts = range(done, len(prompts), options.batch_size)
     began, tokens = time.perf_counter(), 0
-    out = sys.stdout if options.out is None else options.out.open("a", encoding="utf-8")
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    as_ascii = (out.encoding or "utf-8").lower().replace(
-        "-", ""
-    ) != "utf8"  # a console may lack characters; JSON has another spelling for them
     if done:
         console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
-    try:
-        for start in track(starts, "prompts", console=console, transient=True):
+    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
+    starts = track(range(done, len(prompts), options.batch_size), "prompts", console=console, transient=True)
+    with _opened(options.out) as out:
+        # A console may lack a character; JSON has another spelling of it.
+        as_ascii = (out.encoding or "utf-8").lower().replace("-", "") != "utf8"
+        for start in starts:
             batch = prompts[start : start + options.batch_size]
             for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
                 line = {"prompt": prompt, "outputs": outputs, "settings": settings}
                 out.write(json.dumps(line, ensure_ascii=as_ascii) + "\n")
                 tokens += sum(output["tokens"] for output in outputs)
             out.flush()
-    finally:
-        if out is not sys.stdout:
-            out.close()
     seconds = time.perf_counter() - began
     rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second"
     console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    """The file to write on with, or standard output. An OSError, also of closing it, names the file."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def _written(out: Path | None, prompts: list[str], settings: str) -> int:
@@ -264,10 +273,8 @@ def _written(out: Path | None, prompts: list[str], settings: str) -> int:
         if made_with != settings:
             raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
     if rest:
-        begun = (
-            json.dumps({"prompt": prompts[len(lines)]}, ensure_ascii=False)[:-1].encode() if len(lines) < len(prompts) else b""
-        )
-        if not (begun.startswith(rest) or (begun and rest.startswith(begun))):
+        begun = b"".join(json.dumps({"prompt": p}, ensure_ascii=False)[:-1].encode() for p in prompts[len(lines) :][:1])
+        if not begun or rest[: len(begun)] != begun[: len(rest)]:
             raise ValueError(f"{out} ends with something else than outputs of this file; choose another --out")
         os.truncate(out, out.stat().st_size - len(rest))
     return len(lines)
@@ -282,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=f"{__doc__}\n{STATUS}",
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
-    writer = Writer(options)
+    writer = Writer(options := options.with_files())
     if options.file is not None:
         write_all(writer)
     elif options.interactive:

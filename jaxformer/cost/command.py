@@ -57,6 +57,9 @@ class Output(Strict):
         super().__post_init__()
         if self.markdown and self.json == "-":
             raise ValueError("give one of --markdown, --json")
+
+    def check(self) -> None:
+        """Raises ValueError where the file cannot be written."""
         if self.json not in ("", "-"):
             target(self.json)
 
@@ -144,6 +147,7 @@ def explain_command(arguments: list[str]) -> None:
     """``python -m jaxformer.explain``"""
     jax.config.update("jax_platforms", "cpu")  # shapes need no other device
     options = parse_explain(arguments)
+    options.check()
     mesh = None if options.mesh == MeshConfig() else options.mesh
     options.write(explain(options.model, options.batch, options.length, mesh))
 
@@ -167,6 +171,7 @@ def plan_command(arguments: list[str]) -> Plan:
     """``python -m jaxformer.plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
     jax.config.update("jax_platforms", "cpu")  # nothing of this machine's accelerators is used
     options, stated = parse_plan(arguments)
+    options.check()
     try:
         plan = make(arguments[0], options, stated)
     except jax.errors.JaxRuntimeError as error:

@@ -94,6 +94,8 @@ def staged(folder: Path) -> Iterator[Path]:
     """A new folder to write files into, which are those of ``folder`` when the block ends; after an error inside, nothing is
     left of it. Where ``folder`` exists, each file is moved into it, weights first and config.json last. Raises OSError that
     names ``folder`` where it cannot be written."""
+    if file := next((parent for parent in folder.parents if parent.is_file()), None):
+        raise ValueError(f"{folder} cannot be written: {file} is a file")
     try:
         exists = folder.is_dir()
         around = folder if exists else folder.parent

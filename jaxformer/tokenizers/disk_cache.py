@@ -62,18 +62,21 @@ def target(path: str | os.PathLike) -> Path:
 
 def write(path: Path, data: bytes) -> None:
     """Writes the whole file or nothing: readers see the old file until the new one is complete. A device or a pipe is written
-    to, a link is followed: neither is replaced by a file."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    to, a link is followed: neither is replaced by a file. Raises OSError that names ``path``."""
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".jaxformer-{uuid.uuid4().hex}")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _check(kind: str, name: str, payload: bytes) -> bytes:
