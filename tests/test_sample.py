@@ -156,7 +156,7 @@ def test_outputs_of_a_model_that_was_trained_on_are_not_mixed(decoder, tmp_path,
     directory, cfg, params, tok = decoder
     file, out, elsewhere = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "elsewhere"
     file.write_text("one\ntwo\n")
-    arguments = ["--file", file, "--out", out, "--max-new-tokens", 3, "--batch-size", 1, "--temperature", 0]
+    arguments = ["--file", file, "--out", out, "--max-new-tokens", 4, "--batch-size", 1, "--temperature", 0]
     call(capsys, directory, *arguments)
     whole = out.read_text()
     out.write_text(whole.splitlines(keepends=True)[0])
@@ -220,7 +220,17 @@ def test_files_that_cannot_be_read_or_written_are_said_before_the_model_is_loade
 
 def test_a_disk_that_is_full_is_one_line_with_the_file(decoder, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\n")
-    arguments = [decoder[0], "--file", tmp_path / "prompts.txt", "--out", "/dev/full", "--max-new-tokens", 2]
+    arguments = [
+        decoder[0],
+        "--file",
+        tmp_path / "prompts.txt",
+        "--out",
+        "/dev/full",
+        "--max-new-tokens",
+        4,
+        "--temperature",
+        0,
+    ]
     with pytest.raises(SystemExit) as stopped:
         launch(lambda: sample.main([*map(str, arguments)]))
     assert stopped.value.code == "error: /dev/full cannot be written: No space left on device"
@@ -258,7 +268,7 @@ def test_a_model_at_any_path(decoder, tmp_path, monkeypatch, capsys, name):
     for path in (f"runs/{name}", f"./runs/{name}/", "link"):
         assert call(capsys, path, "hello", "--temperature", 0, "--max-new-tokens", 4) == expected
     assert jf.hf.load(f"published/{name}/")[0].d_model == cfg.d_model
-    assert call(capsys, f"published/{name}", "hello", "--max-new-tokens", 2).startswith("hello")
+    assert call(capsys, f"published/{name}", "hello", "--temperature", 0, "--max-new-tokens", 4).startswith("hello")
 
 
 def test_a_line_that_cannot_be_encoded_is_named_before_work(decoder, tmp_path, capsys):
