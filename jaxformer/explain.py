@@ -1,6 +1,9 @@
 """``python -m jaxformer.explain CONFIG``: what a model's forward costs. ``jf.explain`` is ``jaxformer.cost.explain``."""
 
+import sys
+
+from jaxformer.cli.launch import launch
 from jaxformer.cost import command
 
 if __name__ == "__main__":
-    command.main(command.explain_command)
+    launch(lambda: command.explain_command(sys.argv[1:]))

@@ -11,6 +11,10 @@ import threading
 import published
 import pytest
 
+import jaxformer as jf
+from jaxformer.cli import pretrained
+from jaxformer.hf import hub as hub_module
+
 pytest.importorskip("huggingface_hub")
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
@@ -124,11 +128,37 @@ def test_what_cannot_be_had_says_why(hub, tmp_path):
     assert "the hub cannot be reached" in offline and "hf download org/tiny" in offline and "'model*.safetensors*'" in offline
 
 
-def test_a_path_is_no_id(tmp_path):
-    import jaxformer as jf
+def beginning(folder):
+    init = jf.training.run.InitConfig(folder=str(folder))
+    return jf.Config(model=jf.presets.llama(vocab_size=9, d_model=16, n_layers=1, n_heads=2), init=init, run_dir="new")
+
+
+def test_a_name_that_the_hub_does_not_have_may_be_that_of_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"quikstart is neither a folder \(did you mean quickstart\?\) nor downloaded"):
+        jf.hf.load("quikstart")
+
+
+def test_a_path_is_no_id(tmp_path, monkeypatch):
 
     for path in (tmp_path / "missing", "./missing", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="is not a folder"):
             jf.hf.load(path)
+    monkeypatch.setattr(hub_module, "_download", lambda name, _: pytest.fail(f"the hub was asked for {name}"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "runs"))
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "file").write_text("")
+    for path in ("runs/quikstart", "./runs/quikstart", "./runs/quikstart/", tmp_path / "runs" / "quikstart", "~/quikstart"):
+        for read in (jf.hf.load, pretrained.load, lambda path: pretrained.begin(beginning(path))):
+            with pytest.raises(FileNotFoundError, match="quikstart is not a folder; did you mean .*runs/quickstart[?]"):
+                read(path)
+    with pytest.raises(FileNotFoundError, match="runs/file is not a folder but a file"):
+        jf.hf.load("runs/file")
+    (tmp_path / "runs" / "quickstart").rmdir()
+    published.folder(tmp_path / "runs" / "quickstart", "llama")
+    assert jf.hf.load("~/quickstart")[0] == jf.hf.load("runs/quickstart")[0]
     with pytest.raises(ValueError, match="goes with the id of a hub"):
         jf.hf.load(tmp_path, revision="main")

@@ -4,16 +4,20 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 import jaxformer as jf
-from jaxformer.cli import sample
+from jaxformer.cli import pretrained, sample
+from jaxformer.cli.launch import launch
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
@@ -166,6 +170,126 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoder, tmp_path):
     with pytest.raises(ValueError, match="line 1, is not of the prompts"):
         sample.main([str(decoder[0]), "--file", str(file), "--out", str(out)])
     assert out.read_text() == '{"prompt": "something else"}\n'
+
+
+def test_outputs_of_a_model_that_was_trained_on_are_not_mixed(decoder, tmp_path, capsys):
+    """The same command after the run went on: refused. The same model at another path is continued."""
+    directory, cfg, params, tok = decoder
+    file, out, elsewhere = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "elsewhere"
+    file.write_text("one\ntwo\n")
+    arguments = ["--file", file, "--out", out, "--max-new-tokens", 4, "--batch-size", 1, "--temperature", 0]
+    call(capsys, directory, *arguments)
+    whole = out.read_text()
+    out.write_text(whole.splitlines(keepends=True)[0])
+    shutil.copytree(directory, elsewhere)
+    call(capsys, elsewhere, *arguments)
+    assert out.read_text() == whole
+    out.write_text(whole.splitlines(keepends=True)[0])
+    state = states.fresh(cfg)
+    further = dataclasses.replace(state, step=state.step + 1, params=_nudged(params))
+    with Checkpoints(elsewhere / "checkpoints") as checkpoints:
+        checkpoints.save(further)
+    with pytest.raises(ValueError, match="begun with another model"):
+        call(capsys, elsewhere, *arguments)
+    assert out.read_text() == whole.splitlines(keepends=True)[0]
+
+
+def _nudged(params, index=0):
+    """The parameters with the lowest bit of one number of the first tensor flipped."""
+    leaves, tree = jax.tree.flatten(params)
+    flat = np.array(leaves[0]).ravel()
+    flat.view({2: np.uint16, 4: np.uint32}[flat.itemsize])[index] ^= 1
+    return jax.tree.unflatten(tree, [jnp.asarray(flat.reshape(leaves[0].shape)), *leaves[1:]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_digest_is_of_every_bit(decoder, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), decoder[2])
+    first = jax.tree.leaves(params)[0].size
+    digests = [pretrained.digest(params), *(pretrained.digest(_nudged(params, i)) for i in (0, first // 2, first - 1))]
+    assert len(set(digests)) == 4 and digests[0] == pretrained.digest(jax.tree.map(jnp.copy, params))
+    swapped = jax.tree.map(lambda x: x[::-1], params)
+    assert pretrained.digest(swapped) != digests[0], "the same numbers in another order"
+
+
+@pytest.mark.parametrize("content", ["my notes", '{"prompt": "two"', '{"prompt": "one", "outputs": []}\n{"prompt": "on'])
+def test_a_file_of_something_else_is_left_alone(decoder, tmp_path, content):
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text("one\n")
+    out.write_text(content)
+    with pytest.raises(ValueError, match="choose another --out"):
+        sample.main([str(decoder[0]), "--file", str(file), "--out", str(out)])
+    assert out.read_text() == content
+
+
+def test_files_that_cannot_be_read_or_written_are_said_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("prompts.txt").write_text("one\n")
+    for flags, message in (
+        (["--file", "nothing"], "error: no file nothing"),
+        (["--file", "."], "error: . is a folder; --file takes a file"),
+        (["--file", "~/prompts.txt", "--out", "."], "error: . is a folder; give the name of a file"),
+        (["--file", "prompts.txt", "--out", "prompts.txt/x"], "prompts.txt/x cannot be written: prompts.txt is not a folder"),
+        (["--file", "prompts.txt", "--out", "x" * 300], "File name too long"),
+        (["--file", "~/prompts.txt", "--out", "~/out.jsonl"], "error: no/model/here is not a folder"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            launch(lambda flags=flags: sample.main(["no/model/here", *flags]))
+        assert message in stopped.value.code
+
+
+def test_a_disk_that_is_full_is_one_line_with_the_file(decoder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\n")
+    arguments = [
+        decoder[0],
+        "--file",
+        tmp_path / "prompts.txt",
+        "--out",
+        "/dev/full",
+        "--max-new-tokens",
+        4,
+        "--temperature",
+        0,
+    ]
+    with pytest.raises(SystemExit) as stopped:
+        launch(lambda: sample.main([*map(str, arguments)]))
+    assert stopped.value.code == "error: /dev/full cannot be written: No space left on device"
+
+
+def test_text_that_looks_like_markup_and_an_ascii_console(tmp_path, monkeypatch, capsys):
+    tok = tokenizer.Bytes()
+    cfg = jf.presets.llama(vocab_size=tok.vocab_size, d_model=16, n_layers=1, n_heads=2, d_ff=32, max_length=64)
+    written(tmp_path / "run", cfg, tok)
+    prompt = "[/INST] [bold]é :smile:"
+    (tmp_path / "[red]q.txt").write_text(f"\ufeff{prompt}\n", encoding="utf-8")  # some editors begin a file with this mark
+    options = [tmp_path / "run", "--max-new-tokens", 2, "--temperature", 0]
+    assert call(capsys, *options, prompt).startswith(prompt)
+    for more, text in (([prompt], prompt.replace("é", "?")), (["--file", tmp_path / "[red]q.txt"], '{"prompt": ')):
+        console = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(console, encoding="ascii"))
+        launch(lambda more=more: sample.main([str(argument) for argument in (*options, *more)]))
+        assert console.getvalue().decode("ascii").startswith(text)
+    assert json.loads(console.getvalue())["prompt"] == prompt, "data is spelled in another way, never replaced"
+    capsys.readouterr()
+    again = [str(argument) for argument in (*options, "--file", tmp_path / "[red]q.txt", "--out", tmp_path / "[red]o.jsonl")]
+    sample.main(again)
+    sample.main(again)
+    assert "1 of 1 prompts are in " + str(tmp_path / "[red]o.jsonl") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*?", "two words", "ünï😀", "~"])
+def test_a_model_at_any_path(decoder, tmp_path, monkeypatch, capsys, name):
+    directory, cfg, params, tok = decoder
+    expected = call(capsys, directory, "hello", "--temperature", 0, "--max-new-tokens", 4)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(directory, tmp_path / "runs" / name)
+    jf.hf.save(Path("published") / name, dataclasses.replace(cfg, rope_layout="half"), params, tok=tok)
+    Path("link").symlink_to(tmp_path / "runs" / name)
+    for path in (f"runs/{name}", f"./runs/{name}/", "link"):
+        assert call(capsys, path, "hello", "--temperature", 0, "--max-new-tokens", 4) == expected
+    assert jf.hf.load(f"published/{name}/")[0].d_model == cfg.d_model
+    assert call(capsys, f"published/{name}", "hello", "--temperature", 0, "--max-new-tokens", 4).startswith("hello")
 
 
 def test_a_line_that_cannot_be_encoded_is_named_before_work(decoder, tmp_path, capsys):

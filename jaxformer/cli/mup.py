@@ -7,9 +7,10 @@ and draws every step.
 """
 
 import dataclasses
+import io
 import math
+import os
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ import numpy as np
 import optax
 import tyro
 
+from jaxformer.cli.launch import STATUS
 from jaxformer.config import ModelConfig
 from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.nn.listening import capture
+from jaxformer.tokenizers.disk_cache import target, write
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig, initial_params, optimizer
 from jaxformer.training.run import read_config
@@ -49,7 +52,7 @@ class Options(Strict):
     seed: int = 0
     """Of the tokens and the initial parameters, from 0 to 4294967295 (2^32 − 1)."""
     out: Path = Path("mup.png")
-    """Where the drawing goes."""
+    """Where the drawing goes; the ending decides its format, such as .png, .pdf or .svg."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,16 +138,21 @@ def draw(path: Path, widths: list[int], with_: list[Sizes], without: list[Sizes]
     panels[0, 0].legend(fontsize=7)
     figure.supxlabel("d_model")
     figure.supylabel("mean |activation|")
-    figure.savefig(path, dpi=110)
+    drawing = io.BytesIO()
+    figure.savefig(drawing, dpi=110, format=path.suffix[1:])
+    write(path, drawing.getvalue())
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
+    from matplotlib.backend_bases import FigureCanvasBase
     from rich.console import Console
     from rich.table import Table
 
-    options = tyro.cli(Options, args=arguments, prog="python -m jaxformer.mup", description=__doc__)
-    config, _ = read_config(options.config)
+    options = tyro.cli(Options, args=arguments, prog="python -m jaxformer.mup", description=f"{__doc__}\n{STATUS}")
+    if target(options.out).suffix[1:] not in (formats := FigureCanvasBase.get_supported_filetypes()):
+        raise ValueError(f"--out {options.out} must end with a format of drawings: {', '.join(sorted(formats))}")
+    config, _ = read_config(Path(os.path.expanduser(options.config)))
     models = [widened(config.model, factor) for factor in sorted(set(options.widths))]
     widths = [cfg.d_model for cfg in models]
     optim = dataclasses.replace(config.optim, schedule="constant", warmup_steps=0)
@@ -155,19 +163,10 @@ def main(arguments: list[str] | None = None) -> None:
     runs: list[list[Sizes]] = [
         [measure(cfg, optim, random_batch(cfg, options), options.steps, options.seed) for cfg in models] for optim in both
     ]
-    draw(options.out, widths, *runs)
+    draw(target(options.out), widths, *runs)
     table = Table("activation", "slope with mu-P", "without", title=f"mean |x| after {options.steps} updates, against width")
     with_, without = (slopes(widths, run) for run in runs)
     for name in with_:
         table.add_row(name, f"{with_[name]:+.2f}", f"{without[name]:+.2f}")
-    console = Console()
-    console.print(table)
-    console.print(f"d_model {', '.join(map(str, widths))}; base {base}; drawn in {options.out}")
-
-
-def launch() -> None:
-    """The program: exits with a line that says what was wrong, where something was."""
-    try:
-        main()
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    Console().print(table)
+    print(f"d_model {', '.join(map(str, widths))}; base {base}; drawn in {options.out}")

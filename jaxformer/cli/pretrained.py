@@ -1,16 +1,21 @@
 """A model from wherever it is: a run directory of train.py, a published folder, a hub's id."""
 
+import contextlib
 import dataclasses
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxformer import hf
 from jaxformer.config import Execution, ModelConfig
+from jaxformer.config import spec as specs
 from jaxformer.hf.config_reader import read_json
-from jaxformer.hf.hub import GENERATION, copy_generation_config, locate
+from jaxformer.hf.hub import GENERATION, copy_generation_config, generation_config, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -30,6 +35,7 @@ def is_published(folder: Path) -> bool:
 
 def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
     """``cfg, params, tok`` of a run directory, a published folder or a hub's id. Errors as of ``jf.load``, ``jf.hf.load``."""
+    where = os.path.expanduser(where)
     if not is_published(Path(where)):
         return run.load(where)
     folder = locate(where)
@@ -37,11 +43,27 @@ def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
 
 
 def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
-    """The ids that end an output: the tokenizer's eos, and those that a published model adds, such as the end of a turn."""
-    path = locate(where) / GENERATION
-    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    """The ids that end an output: the tokenizer's eos, and those that a published model adds, such as the end of a turn. An id
+    that the tokenizer does not have is never chosen, and left out. Raises ValueError for what is no id."""
+    named = generation_config(locate(where)).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
-    return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if i >= 0))
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"{where}: eos_token_id={named!r} must be an id or a list of ids")
+    return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if 0 <= i < tok.vocab_size))
+
+
+def digest(params: Any) -> str:
+    """A short hash of all parameters. Of each tensor's bits, taken as integers, it sums every one times an odd number that
+    depends on its index, modulo 2^32: a sum of integers is exact in any order, and another value of one element changes it."""
+
+    def total(x: jax.Array) -> jax.Array:
+        unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).ravel()
+        return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
+
+    sums = jax.jit(lambda params: jax.tree.map(total, params))(params)
+    shapes = [(path, x.shape, str(x.dtype)) for path, x in specs.walk(params)]
+    return hashlib.sha256(repr((shapes, [int(x) for _, x in specs.walk(sums)])).encode()).hexdigest()[:16]
 
 
 def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | None]:
@@ -69,16 +91,18 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
 def write_run(directory: Path, config: run.Config, tok: Any) -> None:
     """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
     if multihost.first():
-        where, begins = config.init.folder, not (directory / "config.json").exists()
+        where = config.init.folder
         run.write_run(directory, config, tok)
-        if where is not None and begins:
-            copy_generation_config(locate(where, config.init.revision), directory)
+        if where is not None and not (directory / GENERATION).exists():
+            with contextlib.suppress(FileNotFoundError):  # a run that goes on does not need the folder it began from
+                copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")
 
 
 def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
     """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
     where, dtype = str(config.init.folder), config.model.param_dtype
+    where = os.path.expanduser(where)
     if is_published(Path(where)):
         cfg, published = prepare(where, dtype, revision=config.init.revision)
         return cfg, lambda like=None: published(_shardings(like))

@@ -5,28 +5,32 @@ reads one prompt per line, in batches, and writes JSON lines. An encoder–decod
 model that has a chat template answers.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import jax
 import numpy as np
 import tyro
 
 from jaxformer.cli import pretrained
-from jaxformer.config.strict import Strict, check_seed, within
+from jaxformer.cli.launch import STATUS
+from jaxformer.config.strict import Strict, check_seed, to_json, within
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
 from jaxformer.nn import model
+from jaxformer.tokenizers.disk_cache import target
 
 DEFAULT = Sampling(temperature=0.8)
 Prompt = str | list[dict[str, str]]
@@ -37,7 +41,7 @@ Prompt = str | list[dict[str, str]]
 class Options(Strict):
     """What to load, what to continue, and how."""
 
-    run: tyro.conf.Positional[Path]
+    run: tyro.conf.Positional[str | Path]
     """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
     prompt: tyro.conf.Positional[str | None] = None
     """The text to continue, or to translate; read from standard input if there is none."""
@@ -49,7 +53,8 @@ class Options(Strict):
     """A prompt is what a user says, and only the answer is shown. With --interactive the conversation goes on; an empty line
     begins another."""
     out: Path | None = None
-    """Where to write the JSON lines of --file; standard output by default. An interrupted command, given again, continues."""
+    """Where to write the JSON lines of --file; standard output by default. An interrupted command, given again, continues;
+    it is refused where the model or an option has changed since."""
     n: int = 1
     """Outputs per prompt."""
     max_new_tokens: int = 200
@@ -78,8 +83,13 @@ class Options(Strict):
             raise ValueError("a conversation goes on from one answer: --n 1")
         if self.out is not None and self.file is None:
             raise ValueError("--out goes with --file")
-        if self.file is not None and not self.file.is_file():
-            raise ValueError(f"no file {self.file}")
+
+    def with_files(self) -> "Options":
+        """These options with ``~`` expanded in --file and --out. Raises ValueError where one cannot be read or written."""
+        file = None if self.file is None else Path(os.path.expanduser(self.file))
+        if file is not None and (file.is_dir() or not file.exists()):
+            raise ValueError(f"{file} is a folder; --file takes a file" if file.exists() else f"no file {file}")
+        return dataclasses.replace(self, file=file, out=None if self.out is None else target(self.out))
 
 
 class Writer:
@@ -126,9 +136,10 @@ class Writer:
         return outputs
 
     def settings(self) -> str:
-        """A short hash of everything but the prompt that outputs depend on: the run and the options."""
-        options = dataclasses.replace(self.options, run=self.options.run.resolve(), file=None, out=None)
-        return hashlib.sha256(repr(options).encode()).hexdigest()[:12]
+        """A short hash of everything but the prompt that outputs depend on: the model, wherever it lies, and the options."""
+        loaded = to_json(self.cfg), pretrained.digest(self._params), self.tok.content_hash, self._eos
+        options = dataclasses.replace(self.options, run="", file=None, out=None)
+        return hashlib.sha256(repr((*loaded, options)).encode()).hexdigest()[:12]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens to continue. Raises ValueError for a prompt that cannot be encoded."""
@@ -198,7 +209,11 @@ def write_all(writer: Writer) -> None:
 
     options = writer.options
     assert options.file is not None
-    prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
+    try:
+        text = options.file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{options.file} is not UTF-8: {error}") from error
+    prompts = text.removesuffix("\n").split("\n")  # no other character ends a line
     if not any(prompts):
         raise ValueError(f"{options.file} is empty: it needs one prompt per line")
     for number, prompt in enumerate(prompts, start=1):
@@ -209,36 +224,46 @@ def write_all(writer: Writer) -> None:
     settings = writer.settings()
     done = _written(options.out, prompts, settings)
     writer.asked = done
-    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
-    starts = range(done, len(prompts), options.batch_size)
     began, tokens = time.perf_counter(), 0
-    out = sys.stdout if options.out is None else options.out.open("a", encoding="utf-8")
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if done:
         console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
-    try:
-        for start in track(starts, "prompts", console=console, transient=True):
+    # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
+    starts = track(range(done, len(prompts), options.batch_size), "prompts", console=console, transient=True)
+    with _opened(options.out) as out:
+        # A console may lack a character; JSON has another spelling of it.
+        as_ascii = (out.encoding or "utf-8").lower().replace("-", "") != "utf8"
+        for start in starts:
             batch = prompts[start : start + options.batch_size]
             for prompt, outputs in zip(batch, writer.outputs(batch), strict=True):
                 line = {"prompt": prompt, "outputs": outputs, "settings": settings}
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+                out.write(json.dumps(line, ensure_ascii=as_ascii) + "\n")
                 tokens += sum(output["tokens"] for output in outputs)
             out.flush()
-    finally:
-        if out is not sys.stdout:
-            out.close()
     seconds = time.perf_counter() - began
     rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second"
     console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
 
 
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[TextIO]:
+    """The file to write on with, or standard output. An OSError, also of closing it, names the file."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
+
+
 def _written(out: Path | None, prompts: list[str], settings: str) -> int:
-    """How many of the prompts are in ``out`` already; an incomplete last line is removed."""
-    if out is None or not out.exists():
+    """How many of the prompts are in ``out`` already; an incomplete last line is removed. Raises ValueError where ``out`` holds
+    anything else."""
+    if out is None or not out.is_file():  # what a device or a pipe was given cannot be read again
         return 0
-    content = out.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    lines = complete.split(b"\n")[:-1]
+    *lines, rest = out.read_bytes().split(b"\n")
     for number, line in enumerate(lines):
         try:
             entry = json.loads(line)
@@ -249,8 +274,11 @@ def _written(out: Path | None, prompts: list[str], settings: str) -> int:
             raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
         if made_with != settings:
             raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
-    if complete != content:
-        out.write_bytes(complete)
+    if rest:
+        begun = b"".join(json.dumps({"prompt": p}, ensure_ascii=False)[:-1].encode() for p in prompts[len(lines) :][:1])
+        if not begun or rest[: len(begun)] != begun[: len(rest)]:
+            raise ValueError(f"{out} ends with something else than outputs of this file; choose another --out")
+        os.truncate(out, out.stat().st_size - len(rest))
     return len(lines)
 
 
@@ -260,23 +288,13 @@ def main(arguments: list[str] | None = None) -> None:
         Options,
         args=arguments,
         prog="python -m jaxformer.sample",
-        description=__doc__,
+        description=f"{__doc__}\n{STATUS}",
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
-    writer = Writer(options)
+    writer = Writer(options := options.with_files())
     if options.file is not None:
         write_all(writer)
     elif options.interactive:
         ask(writer)
     else:
-        show(writer, sys.stdin.read().rstrip("\n") if options.prompt is None else options.prompt)
-
-
-def launch() -> None:
-    """The program: an error ends it with one line that says what was wrong."""
-    try:
-        main()
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        show(writer, sys.stdin.read().removeprefix("\ufeff").rstrip("\n") if options.prompt is None else options.prompt)

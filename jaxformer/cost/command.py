@@ -6,12 +6,12 @@ Both take the name of a preset or a config file of train.py, then flags, and pri
 import dataclasses
 import json
 import math
+import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import tyro
@@ -29,13 +29,15 @@ from jaxformer.cost.plan import Plan, ProgramPlan
 from jaxformer.data import DataConfig
 from jaxformer.nn import model
 from jaxformer.parallel.sharding import AXES, MeshConfig
+from jaxformer.tokenizers.disk_cache import target, write
 from jaxformer.training import run
 
 EXPLAIN = """What a model's forward costs, step by step. CONFIG is the name of a preset or a config file of train.py. The model
-is only traced: nothing is computed, and no device is needed."""
+is only traced: nothing is computed, and no device is needed. Exit status: 0 done; 1 an error, named in one line; 2 options that
+do not fit."""
 PLAN = """What a run needs and takes, before it runs. CONFIG is the name of a preset or a config file of train.py. For TPUs the
 real training step, or with --decode the real programs of generation, are compiled without the chips; for GPUs the plan is
-computed."""
+computed. Exit status: 0 done, whether or not the run fits; 1 an error, named in one line; 2 options that do not fit."""
 ROWS_PER_DEVICE = 4
 """Rows per device for a preset, unless data.batch_size is given."""
 LONGEST = 4096
@@ -56,11 +58,16 @@ class Output(Strict):
         if self.markdown and self.json == "-":
             raise ValueError("give one of --markdown, --json")
 
+    def check(self) -> None:
+        """Raises ValueError where the file cannot be written."""
+        if self.json not in ("", "-"):
+            target(self.json)
+
     def write(self, result: Explanation | Plan) -> None:
         """Writes a report as these options say."""
         values = json.dumps(result.values(), indent=2)
         if self.json not in ("", "-"):
-            Path(self.json).write_text(values + "\n", encoding="utf-8")
+            write(target(self.json), f"{values}\n".encode())
         if self.json == "-":
             print(values)
         elif self.markdown:
@@ -126,20 +133,11 @@ def read(name: str) -> ModelConfig | run.Config:
     """A preset's model, or the run of a config file."""
     if name in presets.WITH_SIZES:
         return presets.WITH_SIZES[name]()
-    if not Path(name).is_file():
+    file = Path(os.path.expanduser(name))
+    if not file.is_file():
         known = [*presets.WITH_SIZES, *(str(path) for path in Path("configs").glob("*.py"))]
         raise ValueError(f"no config file or preset {name}{nearest(name, known)}")
-    return run.read_config(Path(name))[0]
-
-
-def main(command: Callable[[list[str]], Any]) -> None:
-    """Runs a command with the program's arguments; errors become one line."""
-    try:
-        command(sys.argv[1:])
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
-    except jax.errors.JaxRuntimeError as error:
-        sys.exit(f"error: the compiler refuses: {str(error).splitlines()[0]}")
+    return run.read_config(file)[0]
 
 
 # explain
@@ -149,6 +147,7 @@ def explain_command(arguments: list[str]) -> None:
     """``python -m jaxformer.explain``"""
     jax.config.update("jax_platforms", "cpu")  # shapes need no other device
     options = parse_explain(arguments)
+    options.check()
     mesh = None if options.mesh == MeshConfig() else options.mesh
     options.write(explain(options.model, options.batch, options.length, mesh))
 
@@ -169,10 +168,14 @@ def parse_explain(arguments: list[str]) -> ExplainOptions:
 
 
 def plan_command(arguments: list[str]) -> Plan:
-    """``python -m jaxformer.plan``"""
+    """``python -m jaxformer.plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
     jax.config.update("jax_platforms", "cpu")  # nothing of this machine's accelerators is used
     options, stated = parse_plan(arguments)
-    plan = make(arguments[0], options, stated)
+    options.check()
+    try:
+        plan = make(arguments[0], options, stated)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"the compiler refuses: {str(error).splitlines()[0]}") from error
     options.write(plan)
     return plan
 
@@ -222,7 +225,7 @@ def make(name: str, options: PlanOptions, stated: tuple[str, ...]) -> Plan:
     mesh = options.mesh.make(stand_ins)
     programs.check(options, mesh, options.decode)
     devices = topology.devices(where) if where.is_tpu else stand_ins
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     plan_run = lambda config: _program_plans(config, options.decode, where, devices, console)
     plans = plan_run(options)
     sides = {axis: int(size) for axis, size in mesh.shape.items()}

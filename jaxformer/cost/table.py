@@ -66,7 +66,7 @@ def markdown(report: Report) -> str:
 
 def show(report: Report) -> None:
     """Prints a report: in a terminal as wide as that, else as plain text."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         print(text(report))
         return

@@ -1,18 +1,21 @@
 """Commands for published folders: python -m jaxformer.hf info|import|export|verify. --help after one explains it."""
 
-import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import tyro
 
+from jaxformer.cli.launch import STATUS, launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
 from jaxformer.hf.config_reader import read_json
-from jaxformer.hf.hub import copy_generation_config, locate
+from jaxformer.hf.hub import copy_generation_config, generation_config, locate, no_folder
 from jaxformer.hf.load import prepare, read_config
+from jaxformer.hf.save import staged
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
 
@@ -49,6 +52,7 @@ def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = T
     if markdown:
         print(f"| folder | {' | '.join(COLUMNS)} | older config |\n|{'---|' * (len(COLUMNS) + 2)}")
     for folder in folders:
+        folder = Path(os.path.expanduser(folder))
         values = read_json(folder / "config.json")
         cfg, params = load(folder, "float32")
         legacy = folder / "config_legacy.json"
@@ -126,16 +130,19 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     from jaxformer.training.run import Config, write_run
     from jaxformer.training.update import TrainState
 
+    run = Path(os.path.expanduser(run))
     if run.exists():
         raise ValueError(f"{run} exists; choose another directory")
     folder = locate(source, revision)
     tok = tokenizer.load(folder)
-    cfg, params = load(folder)
-    write_run(run, Config(model=cfg, run_dir=str(run)), tok)
-    checkpoints = Checkpoints(run / "checkpoints")
-    checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), rng=jax.random.key(0)))
-    checkpoints.close()
-    copy_generation_config(folder, run)
+    cfg, read = prepare(folder)
+    with staged(run) as partial:
+        params = read()
+        write_run(partial, Config(model=cfg, run_dir=str(run)), tok)
+        checkpoints = Checkpoints(partial / "checkpoints")
+        checkpoints.save(TrainState(jax.numpy.zeros((), "int32"), params, opt_state=(), rng=jax.random.key(0)))
+        checkpoints.close()
+        copy_generation_config(folder, partial)
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")
 
 
@@ -149,18 +156,15 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
     """
     from jaxformer.training.run import load as load_run
 
+    run, folder = Path(os.path.expanduser(run)), Path(os.path.expanduser(folder))
+    if not run.is_dir():
+        raise FileNotFoundError(no_folder(run))
     cfg, params, tok = load_run(run)
-    save(folder, cfg, params, family, tok=tok)
-    copy_generation_config(run, folder)
-    print(f"{folder}: {json.loads((folder / 'config.json').read_text())['model_type']}, with its {tok.file}")
+    save(folder, cfg, params, family, tok=tok, generation=generation_config(run))
+    print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")
 
 
 if __name__ == "__main__":
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"info": info, "import": import_, "export": export, "verify": verify},
-            prog="python -m jaxformer.hf",
-            description=__doc__,
-        )
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    commands: dict[str, Any] = {"info": info, "import": import_, "export": export, "verify": verify}
+    description = f"{__doc__}\n{STATUS} verify: 1 also where a difference is above the tolerance."
+    launch(lambda: tyro.extras.subcommand_cli_from_dict(commands, prog="python -m jaxformer.hf", description=description))

@@ -1,9 +1,11 @@
 """Our config and parameters as a folder that transformers, before version 5 and since, reads with ``from_pretrained``."""
 
+import contextlib
 import dataclasses
 import json
 import os
-import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from jaxformer.config import spec as specs
 from jaxformer.config.spec import Param
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
+from jaxformer.hf.hub import GENERATION
 from jaxformer.hf.layout import Source
 from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
@@ -24,6 +27,7 @@ from jaxformer.nn import model, rope
 NOT_COMPARED = ("execution", "param_dtype", "init", "init_std", "scale_residual_init")
 """Fields that the numbers of a model with given parameters do not depend on."""
 TOKENS = ("bos", "eos", "pad")
+WEIGHTS = (".safetensors", ".msgpack", ".bin")
 
 
 def save(
@@ -33,6 +37,7 @@ def save(
     family: str | None = None,
     *,
     tok: Any = None,
+    generation: dict[str, Any] | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config.json and safetensors, in shards of at most ``shard_bytes`` with an index where there is more than one.
@@ -40,13 +45,18 @@ def save(
     family: the ``model_type`` to write, where several fit (the first of them unless given).
     tok: the tokenizer, which is written too; config.json then has its bos, eos and pad, and otherwise says that they are not
     known.
+    generation: the fields of generation_config.json, such as several ids that end an output, ``{"eos_token_id": [1, 2]}``; no
+    such file is written without any.
+
+    ``folder`` may exist, and hold anything but weights and other contents of the files that are written. All files are written
+    beside their place and moved there when they are complete, config.json last; an error leaves nothing behind.
 
     Adjacent rotary pairs are rearranged to the halves that published checkpoints have (but for DeepSeek's).
 
-    Raises ValueError, before anything is written, for a model that no family can express, with what stands in the way, and
-    for a folder that holds other files of weights.
+    Raises ValueError, before any tensor is written, for a model that no family can express, with what stands in the way, and
+    for a folder that holds such files; OSError, with the folder's path, where it cannot be written.
     """
-    folder = Path(folder)
+    folder = _folder(folder)
     specs.check(params, model.spec(cfg), cfg)
     if cfg.position == "rope" and cfg.rope_layout == "interleaved" and cfg.attention == "grouped":
         cfg, params = rope.to_halves(cfg, params)
@@ -55,21 +65,52 @@ def save(
         if tok.vocab_size > cfg.vocab_size:
             raise ValueError(f"tok has {tok.vocab_size} ids, the model rows for {cfg.vocab_size}")
         values |= {f"{name}_token_id": i if (i := getattr(tok, f"{name}_id")) >= 0 else None for name in TOKENS}
-    if folder.exists() and any(p.suffix in (".safetensors", ".msgpack", ".bin") for p in folder.iterdir()):
-        raise ValueError(f"{folder} holds weights already; choose another folder")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_tensors(partial, chosen, cfg, params, shard_bytes)
-    if tok is not None:
-        tok.save(partial)
-    (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    if folder.exists():  # a tokenizer may be there already
+    with staged(folder) as partial:
+        for name, fields in (("config.json", values), (GENERATION, generation)):
+            if fields:
+                (partial / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        if tok is not None:
+            tok.save(partial)
         for file in partial.iterdir():
-            os.replace(file, folder / file.name)
-        partial.rmdir()
-    else:
-        os.replace(partial, folder)
+            if (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
+                raise ValueError(f"{folder} holds another {file.name} already; choose another folder")
+        _write_tensors(partial, chosen, cfg, params, shard_bytes)
+
+
+def _folder(path: str | Path) -> Path:
+    """The folder to write, with ``~`` expanded. Raises ValueError where there is something that it would take the place of."""
+    folder = Path(os.path.expanduser(path))
+    if folder.name in ("", "..") and folder != Path():
+        raise ValueError(f"{folder} is no folder for one model; give it a name, such as {folder / 'model'}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another folder")
+    if folder.exists() and any(file.suffix in WEIGHTS for file in folder.iterdir()):
+        raise ValueError(f"{folder} holds weights already; choose another folder")
+    return folder
+
+
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A new folder to write files into, which are those of ``folder`` when the block ends; after an error inside, nothing is
+    left of it. Where ``folder`` exists, each file is moved into it, weights first and config.json last. Raises OSError that
+    names ``folder`` where it cannot be written."""
+    if file := next((parent for parent in folder.parents if parent.is_file()), None):
+        raise ValueError(f"{folder} cannot be written: {file} is a file")
+    try:
+        exists = folder.is_dir()
+        around = folder if exists else folder.parent
+        around.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".jaxformer-", dir=around) as name:
+            partial = Path(name) / "new"  # mkdtemp's own is closed to others, and would remain so
+            partial.mkdir()
+            yield partial
+            if not exists:
+                os.rename(partial, folder)
+                return
+            for file in sorted(partial.iterdir(), key=lambda file: (file.name == "config.json", file.suffix not in WEIGHTS)):
+                os.replace(file, folder / file.name)
+    except OSError as error:
+        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[str, Any]]:
@@ -168,6 +209,7 @@ def assemble(stored: Stored, arrays: dict, cfg: ModelConfig) -> np.ndarray:
 
 def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict, shard_bytes: int) -> None:
     """Writes shards, of which memory holds one at a time."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     stored = stored_tensors(family, cfg)
@@ -187,7 +229,10 @@ def _write_tensors(folder: Path, family: Family, cfg: ModelConfig, params: dict,
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {name: assemble(stored[name], arrays, cfg) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, too
+            raise OSError(str(error)) from error
         file_of |= dict.fromkeys(names, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:

@@ -13,8 +13,8 @@ _DIGEST = hashlib.sha256().digest_size
 def folder() -> Path:
     """``$JAXFORMER_CACHE``, else ``$XDG_CACHE_HOME/jaxformer``, else ``~/.cache/jaxformer``."""
     if directory := os.environ.get("JAXFORMER_CACHE"):
-        return Path(directory)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxformer"
+        return Path(os.path.expanduser(directory))
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "jaxformer"
 
 
 def key(*values: str | int | Iterable[str]) -> str:
@@ -48,15 +48,38 @@ def cached(kind: str, name: str, make: Callable[[], bytes]) -> bytes:
     return payload
 
 
+def target(path: str | os.PathLike) -> Path:
+    """``path`` with ``~`` expanded. Raises ValueError, before there is anything to write, where no file can be written."""
+    file = Path(os.path.expanduser(path))
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; give the name of a file")
+    if not file.parent.is_dir():
+        raise ValueError(f"{file} cannot be written: {file.parent} is not a folder")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written: permission denied")
+    return file
+
+
 def write(path: Path, data: bytes) -> None:
-    """Writes the whole file or nothing: readers see the old file until the new one is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """Writes the whole file or nothing: readers see the old file until the new one is complete. A device or a pipe is written
+    to, a link is followed: neither is replaced by a file. Raises OSError that names ``path``."""
     try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        path = path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".jaxformer-{uuid.uuid4().hex}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut could leave the name without the content
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _check(kind: str, name: str, payload: bytes) -> bytes:

@@ -132,7 +132,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """
     if str(path) == "byte":
         return Bytes()
-    file = Path(path)
+    file = Path(os.path.expanduser(path))
     if str(path) in KINDS and not file.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
     if file.is_dir():

@@ -1,0 +1,58 @@
+"""How every program ends: with its result, or with one line that says what was wrong; and with an exit status."""
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+STATUS = """Exit status: 0 done; 1 an error, named in one line; 2 options that do not fit; 130 interrupted (Ctrl-C); 141 the
+reader of the output has closed it."""
+"""What the help of each program says of it."""
+INTERRUPTED, CLOSED = 130, 141  # as a shell reports the signals INT and PIPE
+
+
+def launch(program: Callable[[], Any]) -> None:
+    """Runs a program. What a user can mend ends it with one line on standard error instead of a traceback; any other error is a
+    fault of the code and keeps its traceback. Characters that the console does not have are replaced."""
+    _open_output()
+    try:
+        program()
+        sys.stdout.flush()  # a full disk or a closed pipe is found here rather than after the last line of the program
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except BrokenPipeError:
+        _leave(CLOSED)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has caught it
+            _leave(CLOSED)
+        raise
+    except (ValueError, FloatingPointError, OSError) as error:
+        _leave(f"error: {described(error)}")
+
+
+def described(error: Exception) -> str:
+    """The text of an error; of one that the operating system raised, its reason and the path."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error) or type(error).__name__
+    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
+    return f"{paths}: {error.strerror}" if paths else error.strerror
+
+
+def _open_output() -> None:
+    """Replaces a standard stream that was closed before the program began, and makes a strict one replace characters."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it stays open like the one it replaces
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _leave(status: int | str) -> None:
+    """Exits. The interpreter writes at its exit what is still buffered: where that fails, it is dropped."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(status)
