@@ -1,18 +1,21 @@
 """The tokenizer.json of a published model, read by the package ``tokenizers``."""
 
+import codecs
 import functools
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.tokenizers import chat, disk_cache, tokenizer_config
+from jaxformer.tokenizers import chat, checks, disk_cache, json_files, limited, tokenizer_config
 from jaxformer.tokenizers.base import Tokenizer
+from jaxformer.tokenizers.checks import steps
 
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 """How an added token is found in a text."""
@@ -32,15 +35,13 @@ class Published(Tokenizer):
             import tokenizers
         except ImportError as error:
             raise ValueError("a Hugging Face tokenizer needs the package tokenizers: install jaxformer[hf]") from error
-        try:
+        with _said("not a complete Hugging Face tokenizer"):
             self._tok: Any = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # tokenizers raises whatever its parsers raise
-            raise ValueError(f"not a complete Hugging Face tokenizer: {error}") from error
         self._tok.no_truncation()  # both are settings of whoever saved the file, not of the tokenizer
         self._tok.no_padding()
         self._lock = threading.Lock()
         self._data, self._config = data, dict(config)
-        file = json.loads(data)
+        file = json_files.parse(data)
         self._add(file.get("added_tokens") or (), tokenizers.AddedToken)
         self._name()
         self.vocab_size = max(self._tok.get_vocab(with_added_tokens=True).values()) + 1
@@ -60,25 +61,33 @@ class Published(Tokenizer):
 
     @classmethod
     def from_folder(cls, data: bytes, folder: Path) -> "Published":
-        """A tokenizer.json with what stands beside it in ``folder``."""
-        return cls(data, tokenizer_config.read(folder))
+        """A tokenizer.json with what stands beside it in ``folder``. Raises ValueError for one that ``limited`` or ``checks``
+        refuses."""
+        config = tokenizer_config.read(folder)
+        data = data.removeprefix(codecs.BOM_UTF8)
+        limited.check("check_tokenizer", "tokenizers", data)
+        checks.check(json_files.parse(data))
+        return cls(data, config)
 
     def _add(self, listed: Iterable[Mapping[str, Any]], kind: Any) -> None:
         """Adds the tokens that only the config has, and makes special what it names as bos and the like."""
         decoder = self._config.get("added_tokens_decoder") or {}
         wanted = [(token["id"], token) for token in listed] + [(int(i), decoder[i]) for i in sorted(decoder, key=int)]
+        missing = {token["content"]: token for _, token in wanted if self._tok.token_to_id(token["content"]) is None}
+        flags = [{flag: token[flag] for flag in FLAGS if flag in token} for token in missing.values()]
+        self._tok.add_tokens([kind(name, **of_token) for name, of_token in zip(missing, flags, strict=True)])
         for i, token in wanted:
             name = token["content"]
-            if self._tok.token_to_id(name) is None:
-                self._tok.add_tokens([kind(name, **{flag: token[flag] for flag in FLAGS if flag in token})])
             given_id = self._tok.token_to_id(name)
             if given_id != i:  # tokenizers gives the next free id, whatever the file says
                 raise ValueError(f"added token {name!r} cannot have id {i}: it gets {given_id}")
         added = {token.content: token for token in self._tok.get_added_tokens_decoder().values()}
-        for name in sorted(tokenizer_config.control_names(self._config)):
-            if self._tok.token_to_id(name) is not None:
-                old = added.get(name, kind(name, normalized=False))
-                self._tok.add_special_tokens([kind(name, special=True, **{flag: getattr(old, flag) for flag in FLAGS})])
+        names = [
+            name for name in sorted(tokenizer_config.control_names(self._config)) if self._tok.token_to_id(name) is not None
+        ]
+        before = [added.get(name, kind(name, normalized=False)) for name in names]
+        controls = [kind(old.content, special=True, **{flag: getattr(old, flag) for flag in FLAGS}) for old in before]
+        self._tok.add_special_tokens(controls)  # at once: each call builds all that finds them anew
 
     def _name(self) -> None:
         """Sets the ids of bos, eos and pad."""
@@ -121,12 +130,14 @@ class Published(Tokenizer):
             text.encode()  # half a surrogate pair has no ids; said as everywhere
         with self._lock:  # it is a state of the tokenizer: another thread's text must not get this one's
             self._tok.encode_special_tokens = split_special
-            try:
+            with _said("text without ids"):  # such as a character that a vocabulary without an unknown token does not have
                 return [encoding.ids for encoding in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
-            except Exception as error:  # such as a character that a vocabulary without an unknown token does not have
-                raise ValueError(f"text without ids: {error}") from error
 
     def _decode(self, ids):
+        with _said("ids without text"):
+            return self._text(ids)
+
+    def _text(self, ids: list[int]) -> str:
         lost = self._lost(ids)
         if not lost:
             return self._tok.decode(ids, skip_special_tokens=False)
@@ -203,19 +214,21 @@ class Published(Tokenizer):
         return super().save(directory)
 
 
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Raises ValueError for whatever ``tokenizers`` raises. Where Rust panics, as it does for a regular expression that takes
+    too many steps, that is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def unknown(model: dict[str, Any]) -> str | None:
     """The token of a model for what it does not know: ordinary text can have it."""
     return model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
-
-
-def steps(stage: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, with those of its sequences one by one."""
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        if stage and stage["type"] == "Sequence" and name in stage:
-            for inner in stage[name]:
-                yield from steps(inner)
-    if stage and stage["type"] != "Sequence":
-        yield stage
 
 
 def keeps_text(file: dict[str, Any], alphabet: frozenset[str]) -> bool:

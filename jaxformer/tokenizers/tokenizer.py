@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.components import nearest
-from jaxformer.tokenizers import disk_cache, train_sentencepiece
+from jaxformer.tokenizers import disk_cache, json_files, limited, train_sentencepiece
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.hf_tokenizer import Published
 
@@ -85,8 +85,7 @@ class SentencePiece(Tokenizer):
     def __init__(self, model: bytes):
         import sentencepiece
 
-        if not train_sentencepiece.is_whole(model):
-            raise ValueError("not a complete SentencePiece model (empty, truncated or another format)")
+        train_sentencepiece.check(model)
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -128,7 +127,10 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer in ``path``: a SentencePiece .model, the tokenizer.json of a published model (the files that belong to
     it are read from its folder), what ``save`` wrote, a folder that holds one of these, or "byte".
 
-    Raises ValueError where there is none, or where the file is damaged or of another kind.
+    Files may come from anywhere: a first reading of one, in another process, must end in 1.5 s of computing (and 0.1 s per MB)
+    and 500 MB (and 16 times its size), and its rules must not let texts grow; ``checks`` says what is not bounded.
+
+    Raises ValueError where there is none, or where the file is damaged, of another kind, or beyond these bounds.
     """
     if str(path) == "byte":
         return Bytes()
@@ -145,9 +147,13 @@ def load(path: str | os.PathLike) -> Tokenizer:
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         hint = nearest(file.name, [*KINDS, *siblings])
         raise ValueError(f"tokenizer {path!s} does not exist{hint if 'did you mean' in hint else ''}")
-    data = file.read_bytes()
     try:
-        return _from_json(data, file.parent) if file.suffix == ".json" else SentencePiece(data)
+        data = json_files.content(file)
+        if file.suffix == ".json":
+            return _from_json(data, file.parent)
+        train_sentencepiece.check(data)
+        limited.check("check_sentencepiece", "sentencepiece", data)
+        return SentencePiece(data)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -176,10 +182,7 @@ def train(kind: str, texts: Sequence[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def _from_json(data: bytes, folder: Path) -> Tokenizer:
-    try:
-        saved = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
+    saved = json_files.parse(data)
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if kind == "byte":
         return Bytes()

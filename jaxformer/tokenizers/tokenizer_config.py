@@ -1,8 +1,9 @@
 """What stands beside a published tokenizer.json: which of its tokens mean what, and how conversations are written."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from jaxformer.tokenizers import json_files
 
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "pad_token")
@@ -61,7 +62,8 @@ def _is_token(value: Any) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        json_files.check(path)
+        return path.read_text(encoding="utf-8-sig")
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
@@ -70,9 +72,9 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name}: not JSON ({error})") from error
+        values = json_files.parse(json_files.content(path))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} holds {type(values).__name__}, not an object")
     return values
@@ -83,6 +85,6 @@ def _id(folder: Path, name: str) -> int | None:
     for file in ("generation_config.json", "config.json"):
         value = _object(folder / file).get(name)
         value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and value >= 0:  # −1 has been written for none
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:  # −1 has been written for none
             return value
     return None
