@@ -6,6 +6,7 @@ bit in the numbers themselves is not found out.
 """
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ class Safetensors:
         if outside:
             raise ValueError(f"{index} points out of its folder: {', '.join(outside)}")
         files = sorted(set(file_of.values()))
-        if missing := [file for file in files if not (folder / file).is_file()]:
+        if missing := [file for file in files if not os.path.isfile(folder / file)]:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
         entries: dict[str, Entry] = {}
         for file in files:

@@ -62,7 +62,7 @@ def save(
     partial.mkdir(parents=True)
     _write_tensors(partial, chosen, cfg, params, shard_bytes)
     if tok is not None:
-        tok.save(partial)
+        tok.export(partial)
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if folder.exists():  # a tokenizer may be there already
         for file in partial.iterdir():

@@ -1,8 +1,8 @@
 """What a tokenizer's file may ask for: ids that arrays can be indexed with, and texts that do not grow without bounds.
 
-A probe of some texts (``limited``) cannot show what a rule does to others; these bounds hold for all. Not bounded is the time of
-a regular expression on a text that it was made for: a match of more than 10^7 steps, a tenth of a second, ends in an error, but a
-text may have many matches of slightly fewer.
+A probe of some texts (``limited``) cannot show what a rule does to others; these bounds hold for all. Not bounded is the time
+of a regular expression on a text that it was made for: a match of more than 10^7 steps, a tenth of a second, ends in an error,
+but a text may have many matches of slightly fewer.
 """
 
 import base64

@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.tokenizers import chat, checks, disk_cache, json_files, limited, tokenizer_config
+from jaxformer.tokenizers import chat, checks, disk_cache, limited, tokenizer_config
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.checks import steps
 
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-"""How an added token is found in a text."""
-
 
 class Published(Tokenizer):
-    """A Hugging Face tokenizer: the bytes of its tokenizer.json, and what ``tokenizer_config.read`` read beside it.
+    """A Hugging Face tokenizer: the bytes of its tokenizer.json, the values that they hold, and those of the files beside it,
+    which ``tokenizer_config.read`` reads.
 
     Control ids are those of the tokens that the files call special. Added tokens that are not, such as Qwen3's ``"<think>"``,
     are ordinary text that has one id. Where the model has no pad, padding is eos, or id 0.
@@ -30,7 +28,7 @@ class Published(Tokenizer):
 
     kind = "published"
 
-    def __init__(self, data: bytes, config: Mapping[str, Any]):
+    def __init__(self, data: bytes, file: Mapping[str, Any], config: Mapping[str, Any]):
         try:
             import tokenizers
         except ImportError as error:
@@ -41,7 +39,6 @@ class Published(Tokenizer):
         self._tok.no_padding()
         self._lock = threading.Lock()
         self._data, self._config = data, dict(config)
-        file = json_files.parse(data)
         self._add(file.get("added_tokens") or (), tokenizers.AddedToken)
         self._name()
         self.vocab_size = max(self._tok.get_vocab(with_added_tokens=True).values()) + 1
@@ -60,21 +57,21 @@ class Published(Tokenizer):
         )
 
     @classmethod
-    def from_folder(cls, data: bytes, folder: Path) -> "Published":
-        """A tokenizer.json with what stands beside it in ``folder``. Raises ValueError for one that ``limited`` or ``checks``
-        refuses."""
+    def from_folder(cls, data: bytes, file: Mapping[str, Any], folder: Path) -> "Published":
+        """A tokenizer.json, which holds ``file``, with what stands beside it in ``folder``. Raises ValueError for one that
+        ``limited`` or ``checks`` refuses."""
         config = tokenizer_config.read(folder)
         data = data.removeprefix(codecs.BOM_UTF8)
         limited.check("check_tokenizer", "tokenizers", data)
-        checks.check(json_files.parse(data))
-        return cls(data, config)
+        checks.check(file)
+        return cls(data, file, config)
 
     def _add(self, listed: Iterable[Mapping[str, Any]], kind: Any) -> None:
         """Adds the tokens that only the config has, and makes special what it names as bos and the like."""
         decoder = self._config.get("added_tokens_decoder") or {}
         wanted = [(token["id"], token) for token in listed] + [(int(i), decoder[i]) for i in sorted(decoder, key=int)]
         missing = {token["content"]: token for _, token in wanted if self._tok.token_to_id(token["content"]) is None}
-        flags = [{flag: token[flag] for flag in FLAGS if flag in token} for token in missing.values()]
+        flags = [{flag: token[flag] for flag in tokenizer_config.FLAGS if flag in token} for token in missing.values()]
         self._tok.add_tokens([kind(name, **of_token) for name, of_token in zip(missing, flags, strict=True)])
         for i, token in wanted:
             name = token["content"]
@@ -86,7 +83,9 @@ class Published(Tokenizer):
             name for name in sorted(tokenizer_config.control_names(self._config)) if self._tok.token_to_id(name) is not None
         ]
         before = [added.get(name, kind(name, normalized=False)) for name in names]
-        controls = [kind(old.content, special=True, **{flag: getattr(old, flag) for flag in FLAGS}) for old in before]
+        controls = [
+            kind(old.content, special=True, **{flag: getattr(old, flag) for flag in tokenizer_config.FLAGS}) for old in before
+        ]
         self._tok.add_special_tokens(controls)  # at once: each call builds all that finds them anew
 
     def _name(self) -> None:
@@ -95,11 +94,11 @@ class Published(Tokenizer):
         for name in tokenizer_config.NAMED:
             token = self._config[name]
             if isinstance(token, int):
-                i, token = token, self._tok.id_to_token(token)
+                i, token = token, self._tok.id_to_token(token) if 0 <= token < 2**32 else None
                 self._config[name] = token
             else:
                 i = -1 if token is None else self._tok.token_to_id(token)
-            if i is None or (token is None and i >= 0):
+            if i is None or (token is None and i != -1):
                 raise ValueError(f"{name} is {token or i!r}, which the tokenizer does not have")
             ids[name] = i
         self.bos_id, self.eos_id, pad = (ids[name] for name in tokenizer_config.NAMED)

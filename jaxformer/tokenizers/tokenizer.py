@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.components import nearest
-from jaxformer.tokenizers import disk_cache, json_files, limited, train_sentencepiece
+from jaxformer.tokenizers import disk_cache, export, json_files, limited, train_sentencepiece
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.hf_tokenizer import Published
 
@@ -54,6 +54,11 @@ class Characters(Tokenizer):
     def serialized(self):
         return json.dumps({"kind": self.kind, "characters": self.characters}).encode()
 
+    def export(self, directory):
+        controls = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id}
+        vocab = {f"<{name}>": i for name, i in controls.items()} | self._ids
+        return export.write(Path(directory), export.characters(vocab), controls)
+
 
 class Bytes(Tokenizer):
     """UTF-8 bytes, then 256 pad, 257 bos, 258 eos. Bytes that are not UTF-8 decode to U+FFFD."""
@@ -74,6 +79,10 @@ class Bytes(Tokenizer):
 
     def serialized(self):
         return json.dumps({"kind": self.kind}).encode()
+
+    def export(self, directory):
+        controls = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id}
+        return export.write(Path(directory), export.utf8_bytes(), controls)
 
 
 class SentencePiece(Tokenizer):
@@ -189,5 +198,5 @@ def _from_json(data: bytes, folder: Path) -> Tokenizer:
     if kind == "char" and isinstance(saved.get("characters"), str):
         return Characters(saved["characters"])
     if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
-        return Published.from_folder(data, folder)
+        return Published.from_folder(data, saved, folder)
     raise ValueError("not a saved tokenizer (no kind of 'char' or 'byte')")
