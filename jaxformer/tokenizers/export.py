@@ -1,5 +1,7 @@
-"""Tokenizers of characters and bytes as the tokenizer.json that the packages ``tokenizers`` and ``transformers`` read: the same ids
-of every text, but that ``"<bos>"``, ``"<eos>"`` and ``"<pad>"`` in a text become control ids there."""
+"""Tokenizers of characters and bytes as the tokenizer.json that the packages ``tokenizers`` and ``transformers`` read.
+
+Every text has the same ids, except that ``"<bos>"``, ``"<eos>"`` and ``"<pad>"`` in a text become control ids there.
+"""
 
 import json
 from collections.abc import Mapping

@@ -230,7 +230,7 @@ def unknown(model: dict[str, Any]) -> str | None:
     return model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
 
 
-def keeps_text(file: dict[str, Any], alphabet: frozenset[str]) -> bool:
+def keeps_text(file: Mapping[str, Any], alphabet: frozenset[str]) -> bool:
     """Whether the ids of any text hold its bytes, all and no others: BPE over bytes, nothing done to the text before."""
     model, before = file["model"], list(steps(file.get("pre_tokenizer")))
     bytes_, splits = ([step for step in before if (step["type"] == "ByteLevel") is is_bytes] for is_bytes in (True, False))
