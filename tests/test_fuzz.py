@@ -1,5 +1,5 @@
 """Whatever is changed in a file, reading it gives a value that can be used, or ValueError or FileNotFoundError: no other error,
-no end of the process, in two seconds of computing and 500 MB. Where a file has a checksum, the value is that of the intact file.
+no end of the process, in two seconds of computing and 500 MB. Where a file has a checksum, the value is the intact file's.
 
 ``fuzzing.changes`` draws the changes; ``FOUND`` holds those that once had another outcome.
 """

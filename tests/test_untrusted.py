@@ -12,6 +12,7 @@ import sentencepiece
 from flax.serialization import msgpack_serialize
 from safetensors.numpy import save
 
+from jaxformer.cli import sample
 from jaxformer.hf import safetensors_files
 from jaxformer.tokenizers import chat, checks, json_files, limited, tokenizer
 from tests import fuzzing
@@ -82,6 +83,12 @@ def test_files_that_have_no_end(tmp_path):
         file.truncate(1 << 40)  # takes no room
     with pytest.raises(ValueError, match=r"large\.json cannot be read: it has 1,099,511,627,776 bytes"):
         json_files.read_json(tmp_path / "large.json")
+
+
+def test_a_line_of_answers_that_is_nested_deep(tmp_path):
+    (tmp_path / "out.jsonl").write_bytes(DEEP + b"\n")
+    with pytest.raises(ValueError, match="line 1, is not of the prompts of this file"):
+        sample._written(tmp_path / "out.jsonl", ["a"], "")
 
 
 # tokenizer.json
