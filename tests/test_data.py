@@ -125,6 +125,7 @@ def test_json_lines(tmp_path):
     ("line", "message"),
     [
         ("{", "bad.jsonl, line 2: not JSON"),
+        ("[" * 100_000, "bad.jsonl, line 2: not JSON .*recursion"),
         ('{"body": "x", "n": 1}', "line 2: needs an object with a string \"text\"; this one has 'body', 'n'"),
         ('{"text": 3}', "line 2: needs an object"),
         ("[1]", "line 2: .*this one is a list"),

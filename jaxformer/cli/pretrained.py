@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jaxformer import hf
 from jaxformer.config import Execution, ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import GENERATION, copy_generation_config, generation_config, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.tokenizers import tokenizer
+from jaxformer.tokenizers.json_files import read_json
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 

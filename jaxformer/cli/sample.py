@@ -268,7 +268,7 @@ def _written(out: Path | None, prompts: list[str], settings: str) -> int:
         try:
             entry = json.loads(line)
             prompt, made_with = entry["prompt"], entry["settings"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             prompt = made_with = None
         if number >= len(prompts) or prompt != prompts[number]:
             raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")

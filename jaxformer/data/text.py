@@ -126,7 +126,7 @@ def _documents_of(path: Path) -> list[str]:
 def _json_text(where: str, line: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         has = f"has {', '.join(map(repr, record))}" if isinstance(record, dict) else f"is a {type(record).__name__}"

@@ -12,12 +12,12 @@ import tyro
 from jaxformer.cli.launch import STATUS, launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
-from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import copy_generation_config, generation_config, locate, no_folder
 from jaxformer.hf.load import prepare, read_config
 from jaxformer.hf.save import staged
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
+from jaxformer.tokenizers.json_files import read_json
 
 
 def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None:

@@ -1,11 +1,9 @@
 """config.json of a published model, read so that nothing in it is passed over: a field is used, is known to have no effect on
 the results, or is refused by name."""
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxformer.config.components import nearest
@@ -110,28 +108,3 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"config.json: {name}={value!r} must be a number")
     return float(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys, NaN or infinity. Raises ValueError that names the file."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in values:
-                raise ValueError(f"{name!r} occurs twice")
-            values[name] = value
-        return values
-
-    def refuse(text: str) -> None:
-        raise ValueError(f"{text} is not a number that a config may hold")
-
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no {path}") from error
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, not an object")
-    return values

@@ -15,7 +15,7 @@ from jaxformer.config.components import nearest
 from jaxformer.config.spec import Param
 from jaxformer.config.strict import dtype_name
 from jaxformer.hf import safetensors_files
-from jaxformer.hf.config_reader import ConfigReader, read_json
+from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
 from jaxformer.hf.hub import locate
@@ -23,6 +23,7 @@ from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
 from jaxformer.nn import model
 from jaxformer.nn.stack import holds
+from jaxformer.tokenizers.json_files import read_json
 
 
 def load(
