@@ -39,6 +39,7 @@ class ModelConfig(Strict):
     """
 
     UNCHECKED = COMPONENTS
+    NAMES = BUILT_IN
     FORMER = {"save": "remat_save"}
 
     vocab_size: int

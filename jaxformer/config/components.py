@@ -19,7 +19,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -104,12 +104,27 @@ def _check_hashable(kind: str, component: Any) -> None:
         ) from error
 
 
+def is_path(name: str) -> bool:
+    """Whether ``imported`` would import something for ``name``."""
+    path = name.partition("(")[0]
+    return ":" in path or "." in path
+
+
+def foreign(value: Any, known: Collection[str]) -> list[str]:
+    """The import paths in ``value``, which JSON holds in place of a component or of a name of the library's (``known``). To
+    import one runs its code; this imports nothing."""
+    if isinstance(value, list | tuple):
+        return [path for item in value for path in foreign(item, known)]
+    name = value.get("component") if isinstance(value, dict) else value
+    return [name] if isinstance(name, str) and name not in known and is_path(name) else []
+
+
 @functools.cache
 def imported(kind: str, name: str) -> Any:
     """What the import path ``name`` leads to, called with the hyperparameters in its parentheses if it has any."""
     path, parenthesis, _ = name.partition("(")
-    module, colon, attribute = path.partition(":")
-    if not colon and "." not in path:
+    module, _, attribute = path.partition(":")
+    if not is_path(name):
         raise ValueError(f"unknown {kind} {name!r}{nearest(path, BUILT_IN.get(kind, ()))} (or give 'package.module:name')")
     try:
         value = importlib.import_module(module)
@@ -200,7 +215,8 @@ def _tuples(value: Any) -> Any:
 
 
 def from_plain(kind: str, value: Any) -> Any:
-    """What ``to_plain`` made ``value`` from. Raises ValueError where the import path or a field is not there any more."""
+    """What ``to_plain`` made ``value`` from, imported: the caller has to trust its import paths (``foreign``). Raises
+    ValueError where the import path or a field is not there any more."""
     if isinstance(value, list):
         return tuple(from_plain(kind, item) for item in value)
     if not isinstance(value, dict):

@@ -72,7 +72,7 @@ def _reference(folder: Path) -> tuple[dict, str]:
     """The reference arrays, and where they come from."""
     path = folder / "reference.npz"
     if path.exists():
-        with np.load(path) as arrays:
+        with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays), path.name
     try:
         from jaxformer.hf import transformers_reference
@@ -139,17 +139,20 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")
 
 
-def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], family: str | None = None) -> None:
+def export(
+    run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], family: str | None = None, trust: bool = False
+) -> None:
     """Writes a run of train.py as a folder that transformers reads.
 
     Args:
         run: The directory that train.py wrote.
         folder: The folder to write; it must not hold weights yet.
         family: The model_type to write, where several describe the model.
+        trust: Follow the import paths in the run's config.json, which runs their code.
     """
     from jaxformer.training.run import load as load_run
 
-    cfg, params, tok = load_run(run)
+    cfg, params, tok = load_run(run, trust=trust)
     save(folder, cfg, params, family, tok=tok)
     copy_generation_config(run, folder)
     print(f"{folder}: {json.loads((folder / 'config.json').read_text())['model_type']}, with its {tok.file}")
