@@ -104,27 +104,21 @@ def _check_hashable(kind: str, component: Any) -> None:
         ) from error
 
 
-def is_path(name: str) -> bool:
-    """Whether ``imported`` would import something for ``name``."""
-    path = name.partition("(")[0]
-    return ":" in path or "." in path
-
-
 def foreign(value: Any, known: Collection[str]) -> list[str]:
-    """The import paths in ``value``, which JSON holds in place of a component or of a name of the library's (``known``). To
-    import one runs its code; this imports nothing."""
+    """The import paths in a ``value`` from JSON that stands for a component, or for a name beside the ``known`` ones: every text
+    for which ``imported`` might import something. Nothing is imported."""
     if isinstance(value, list | tuple):
         return [path for item in value for path in foreign(item, known)]
     name = value.get("component") if isinstance(value, dict) else value
-    return [name] if isinstance(name, str) and name not in known and is_path(name) else []
+    return [name] if isinstance(name, str) and name not in known and (":" in name or "." in name) else []
 
 
 @functools.cache
 def imported(kind: str, name: str) -> Any:
     """What the import path ``name`` leads to, called with the hyperparameters in its parentheses if it has any."""
     path, parenthesis, _ = name.partition("(")
-    module, _, attribute = path.partition(":")
-    if not is_path(name):
+    module, colon, attribute = path.partition(":")
+    if not colon and "." not in path:
         raise ValueError(f"unknown {kind} {name!r}{nearest(path, BUILT_IN.get(kind, ()))} (or give 'package.module:name')")
     try:
         value = importlib.import_module(module)
