@@ -224,7 +224,7 @@ def test_the_command_of_the_user_is_trusted_and_its_flag_is_kept_nowhere(evil, t
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "bert", "bart", "t5_v11", "deepseek_v3", "gpt_neox"])
 def test_no_field_of_a_published_config_is_followed(name, evil):
-    """A text in place of any value: it is refused, or has no effect."""
+    """An import path in place of any value is refused, or has no effect."""
     values, tensors, _ = weights.load(name)
     plain = read_config(values, tensors.keys())[1]
     refused = 0

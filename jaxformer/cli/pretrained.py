@@ -9,6 +9,7 @@ import jax
 
 from jaxformer import hf
 from jaxformer.config import Execution, ModelConfig
+from jaxformer.config.strict import fits
 from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import GENERATION, copy_generation_config, locate
 from jaxformer.hf.load import prepare
@@ -42,6 +43,8 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     path = locate(where) / GENERATION
     named = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
+    if wrong := [i for i in ids if not fits(i, int) or i >= 2**31]:
+        raise ValueError(f"{path}: eos_token_id={wrong[0]!r} is no id of a token")
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if i >= 0))
 
 

@@ -105,7 +105,7 @@ def _check_hashable(kind: str, component: Any) -> None:
 
 
 def foreign(value: Any, known: Collection[str]) -> list[str]:
-    """The import paths in a ``value`` from JSON that stands for a component, or for a name beside the ``known`` ones: every text
+    """The import paths in a ``value`` from JSON that stands for a component, or for a name beside the ``known`` ones: all texts
     for which ``imported`` might import something. Nothing is imported."""
     if isinstance(value, list | tuple):
         return [path for item in value for path in foreign(item, known)]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -55,7 +56,8 @@ class Strict:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are finite."""
+    """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are finite, and ints have
+    64 bits."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return fits(value, inner[0])
@@ -68,9 +70,9 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return kind is Any or isinstance(value, kind)
 
 
@@ -103,7 +105,13 @@ def _described(kind: Any) -> str:
         return f"({', '.join(_described(option) for option in inner)})"
     if typing.get_origin(kind) is tuple:
         return f"a tuple of ({_described(inner[0])})"
-    names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
+    names = {
+        int: "an integer of at most 64 bits",
+        float: "a finite number",
+        bool: "True or False",
+        str: "a string",
+        type(None): "None",
+    }
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 

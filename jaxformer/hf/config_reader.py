@@ -82,6 +82,13 @@ class ConfigReader:
             raise ValueError(f"config.json: {name}={value!r} must be an integer")
         return value
 
+    def boolean(self, name: str, default: bool) -> bool:
+        """A field's value, which must be true, false or null, which is false."""
+        value = self(name, default)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"config.json: {name}={value!r} must be true or false")
+        return bool(value)
+
     def object(self, name: str) -> dict[str, Any] | None:
         """A field's value, which must be an object, null or missing."""
         value = self(name, None)
@@ -130,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no {path}") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:  # the last for what is nested too deep
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds {type(values).__name__}, not an object")
