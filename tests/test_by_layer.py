@@ -396,7 +396,7 @@ def test_files_hold_every_layer():
     for name in CASES:
         cfg = config(name)
         assert from_dict(jf.ModelConfig, to_dict(cfg), trust=True) == cfg
-    again = from_dict(jf.ModelConfig, to_dict(config("three kinds")))
+    again = from_dict(jf.ModelConfig, to_dict(config("three kinds")), trust=True)
     assert again.attention == (HALF, "grouped", MovingAverage(0.9), "grouped") and type(again.attention) is tuple
 
 

@@ -19,7 +19,7 @@ from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
 
 COMPONENTS = tuple(BUILT_IN)
 DEFAULT = Execution()
-MOST_LAYERS = 4096
+MOST_LAYERS = 1024
 """A config with more blocks is a mistake, or was made to take up memory: each has a config of its own."""
 Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 

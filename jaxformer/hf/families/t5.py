@@ -1,6 +1,5 @@
 """T5, versions 1.0 and 1.1."""
 
-
 from jaxformer.config import ModelConfig
 from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families.common import SHARED_EMBEDDING
