@@ -156,11 +156,11 @@ def from_dict(cls: Any, values: dict[str, Any], trust: bool = False) -> Any:
 def import_paths(cls: Any, values: dict[str, Any], prefix: str = "") -> dict[str, list[str]]:
     """``dotted field -> import paths`` in the plain ``values`` of a record, beside the library's own names. Nothing is
     imported."""
-    found = {prefix + name: foreign(values[name], known) for name, known in cls.NAMES.items() if name in values}
+    by_field = {prefix + name: foreign(values[name], known) for name, known in cls.NAMES.items() if name in values}
     for name, record in _records(cls).items():
         if isinstance(values.get(name), dict):
-            found |= import_paths(record, values[name], f"{prefix}{name}.")
-    return {name: paths for name, paths in found.items() if paths}
+            by_field |= import_paths(record, values[name], f"{prefix}{name}.")
+    return {name: paths for name, paths in by_field.items() if paths}
 
 
 def refuse(paths: Mapping[str, list[str]]) -> None:
