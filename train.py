@@ -28,9 +28,9 @@ from jaxformer.training.report import Report, placements, results, show_log
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
 
-def main(config: run.Config) -> None:
-    config, pretrained_tok, read = pretrained.begin(config)
-    directory, tok, changes = run.open_run(config)
+def main(config: run.Config, trust: bool = False) -> None:
+    config, pretrained_tok, read = pretrained.begin(config, trust)
+    directory, tok, changes = run.open_run(config, trust)
     mesh = config.mesh.make()
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
@@ -144,9 +144,10 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     try:
-        config = run.parse(arguments, DEFAULT)
-        with multihost.joined(config.distributed):
-            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # one run, whatever their number
+        command = run.parse(arguments, DEFAULT)
+        with multihost.joined(command.config.distributed):
+            config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())
+            main(config, command.trust)  # one run, whatever the number of processes
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

@@ -69,6 +69,8 @@ class Options(Strict):
     """Beam search: above 0 favours longer outputs."""
     seed: int = 0
     """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
+    trust: bool = dataclasses.field(default=False, repr=False)
+    """Follow the import paths in the config.json of a run with components of one's own, which runs their code."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How tokens are chosen."""
 
@@ -96,7 +98,7 @@ class Writer:
     """A loaded model that turns prompts into outputs."""
 
     def __init__(self, options: Options):
-        self.cfg, params, self.tok = pretrained.load(options.run)
+        self.cfg, params, self.tok = pretrained.load(options.run, options.trust)
         self.options, self._eos = options, pretrained.ends(options.run, self.tok)
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams

@@ -19,6 +19,8 @@ from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
 
 COMPONENTS = tuple(BUILT_IN)
 DEFAULT = Execution()
+MOST_LAYERS = 1024
+"""A config with more blocks is a mistake, or was made to take up memory: each has a config of its own."""
 Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 
 
@@ -39,6 +41,7 @@ class ModelConfig(Strict):
     """
 
     UNCHECKED = COMPONENTS
+    NAMES = BUILT_IN
     FORMER = {"save": "remat_save"}
 
     vocab_size: int
@@ -175,7 +178,9 @@ class ModelConfig(Strict):
             if isinstance(getattr(self, name), list):
                 set_(name, tuple(getattr(self, name)))
         super().__post_init__()
-        within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
+        within(self, 1, math.inf, "vocab_size", "d_model", "n_heads", "max_length")
+        within(self, 1, MOST_LAYERS + 1, "n_layers")
+        within(self, 0, MOST_LAYERS + 1, "encoder_layers")
         self._derive(set_)
         checks.check(self)
 
@@ -251,13 +256,12 @@ class ModelConfig(Strict):
             value = getattr(self, name)
             return value if type(value) is tuple else (value,) * self.n_layers
 
-        rows = zip(*map(by_layer, BY_LAYER), map(self.experts.at, range(self.n_layers)), strict=True)
-        kinds = [dict(zip((*BY_LAYER, "experts"), row, strict=True)) for row in rows]
-        configs: list[ModelConfig] = []
-        for number, kind in enumerate(kinds):
-            first = kinds.index(kind)
-            configs.append(configs[first] if first < number else self._layer(number, **kind))
-        return tuple(configs)
+        rows = list(zip(*map(by_layer, BY_LAYER), map(self.experts.at, range(self.n_layers)), strict=True))
+        configs: dict[tuple, ModelConfig] = {}
+        for number, row in enumerate(rows):
+            if row not in configs:
+                configs[row] = self._layer(number, **dict(zip((*BY_LAYER, "experts"), row, strict=True)))
+        return tuple(configs[row] for row in rows)
 
     def _layer(self, number: int, **kind: Any) -> "ModelConfig":
         """The config of layer ``number``, without what another kind of layer has."""

@@ -5,13 +5,14 @@ import json
 import math
 import types
 import typing
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.config.components import from_plain, nearest, to_plain
+from jaxformer.config.components import foreign, from_plain, nearest, to_plain
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that a model can be stored and computed in, and that a cache can hold."""
@@ -32,6 +33,8 @@ class Strict:
     UNCHECKED: ClassVar[tuple[str, ...]] = ()
     FORMER: ClassVar[dict[str, str]] = {}
     """What fields of earlier versions are called now."""
+    NAMES: ClassVar[Mapping[str, Collection[str]]] = {}
+    """Of each field that may hold an import path, the library's own names."""
 
     @classmethod
     def keywords(cls) -> list[str]:
@@ -62,7 +65,8 @@ class Strict:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are those of float32."""
+    """Whether ``value`` is of the annotated type ``kind``: bools are no ints, ints are floats, floats are those of float32, and
+    ints have 64 bits."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return fits(value, inner[0])
@@ -77,7 +81,7 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and _in_float32(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
     return kind is Any or isinstance(value, kind)
 
 
@@ -128,7 +132,13 @@ def _described(kind: Any) -> str:
         return f"({', '.join(_described(option) for option in inner)})"
     if typing.get_origin(kind) is tuple:
         return f"a tuple of ({_described(inner[0])})"
-    names = {int: "an integer", float: "a finite number", bool: "True or False", str: "a string", type(None): "None"}
+    names = {
+        int: "an integer of at most 64 bits",
+        float: "a finite number",
+        bool: "True or False",
+        str: "a string",
+        type(None): "None",
+    }
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -152,21 +162,49 @@ def to_dict(record: Any) -> dict[str, Any]:
     return plain
 
 
-def from_dict(cls: type, values: dict[str, Any]) -> Any:
-    """The config that ``to_dict`` made ``values`` from. Raises ValueError for what does not fit."""
-    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
-    unchecked = getattr(cls, "UNCHECKED", ())
+def from_dict(cls: Any, values: dict[str, Any], trust: bool = False) -> Any:
+    """The config that ``to_dict`` made ``values`` from. trust: whether import paths in it may be followed, which runs code.
+
+    Raises ValueError for what does not fit, and, before anything is imported, for import paths that are not trusted.
+    """
+    if not trust:
+        refuse(import_paths(cls, values))
+    records = _records(cls)
     built = {}
     for name, value in values.items():
-        kind = kinds.get(name)
-        if typing.get_origin(kind) is typing.Annotated:
-            kind = typing.get_args(kind)[0]
-        if name in unchecked:
+        if name in cls.UNCHECKED:
             value = from_plain(name, value)
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            value = from_dict(kind, value)
+        elif name in records and isinstance(value, dict):
+            value = from_dict(records[name], value, trust)
         built[name] = tuple(value) if isinstance(value, list) else value
     return cls(**built)
+
+
+def import_paths(cls: Any, values: dict[str, Any], prefix: str = "") -> dict[str, list[str]]:
+    """``dotted field -> import paths`` in the plain ``values`` of a record, beside the library's own names. Nothing is
+    imported."""
+    by_field = {prefix + name: foreign(values[name], known) for name, known in cls.NAMES.items() if name in values}
+    for name, record in _records(cls).items():
+        if isinstance(values.get(name), dict):
+            by_field |= import_paths(record, values[name], f"{prefix}{name}.")
+    return {name: paths for name, paths in by_field.items() if paths}
+
+
+def refuse(paths: Mapping[str, list[str]]) -> None:
+    """Raises ValueError for ``import_paths`` that are not trusted, if there are any."""
+    if paths:
+        named = ", ".join(f"{field}={path!r}" for field, several in paths.items() for path in dict.fromkeys(several))
+        raise ValueError(
+            f"it names code that is not the library's: {named}. Loading it would import and run that code; if you trust it, "
+            "give trust=True, or --trust on the command line"
+        )
+
+
+def _records(cls: type) -> dict[str, Any]:
+    """The fields of ``cls`` that are records themselves, with their types."""
+    kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+    plain = {name: typing.get_args(k)[0] if typing.get_origin(k) is typing.Annotated else k for name, k in kinds.items()}
+    return {name: kind for name, kind in plain.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
 def dtype_name(name: str, value: Any) -> str:

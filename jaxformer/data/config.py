@@ -18,6 +18,7 @@ class DataConfig(Strict):
     """
 
     FORMER = {"separate": "segment_documents"}
+    NAMES = {"task": TASKS}
 
     task: str = "text"
     """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs; or

@@ -52,7 +52,7 @@ def encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> Stream:
         raise ValueError(f"this {tok.kind} tokenizer has no eos id to end documents with")
     name = disk_cache.key("stream 1", tok.content_hash, int(eos), texts)
     file = io.BytesIO(disk_cache.cached("tokens", name, lambda: _encode(tok, texts, eos)))
-    return Stream(np.load(file), np.load(file))
+    return Stream(np.load(file, allow_pickle=False), np.load(file, allow_pickle=False))
 
 
 def _encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> bytes:

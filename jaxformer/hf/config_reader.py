@@ -80,6 +80,13 @@ class ConfigReader:
             raise ValueError(f"config.json: {name}={value!r} must be an integer")
         return value
 
+    def boolean(self, name: str, default: bool) -> bool:
+        """A field's value, which must be true, false or null, which is false."""
+        value = self(name, default)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"config.json: {name}={value!r} must be true or false")
+        return bool(value)
+
     def object(self, name: str) -> dict[str, Any] | None:
         """A field's value, which must be an object, null or missing."""
         value = self(name, None)

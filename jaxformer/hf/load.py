@@ -17,13 +17,16 @@ from jaxformer.config.strict import dtype_name
 from jaxformer.hf import safetensors_files
 from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families import FAMILIES
-from jaxformer.hf.family import Family
+from jaxformer.hf.family import Family, Field, Rule
 from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
 from jaxformer.nn import model
 from jaxformer.nn.stack import holds
 from jaxformer.tokenizers.json_files import read_json
+
+SLACK = 100
+"""A folder that lacks fewer tensors than this is answered with their names."""
 
 
 def load(
@@ -66,7 +69,7 @@ def prepare(
     folder = locate(folder, revision)
     values = read_json(folder / "config.json") if config is None else config
     tensors = safetensors_files.find(folder)
-    family, cfg = read_config(values, tensors.entries.keys())
+    family, cfg = read_whole(values, tensors)
     sources = resolve(family, cfg, tensors, ignore)
     if dtype is None:
         free = [path for path, param in specs.walk(model.spec(cfg)) if param.dtype is None]
@@ -88,7 +91,22 @@ def read_config(values: dict[str, Any], names: Collection[str]) -> tuple[Family,
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"config.json: model_type={kind!r} is not supported{nearest(str(kind), FAMILIES)}")
-    return FAMILIES[kind], FAMILIES[kind].read(ConfigReader(values, names))
+    try:
+        return FAMILIES[kind], FAMILIES[kind].read(ConfigReader(values, names))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # rows compute with whatever a file holds
+        raise ValueError(f"config.json: a field has a value of the wrong kind: {error}") from error
+
+
+def read_whole(values: dict[str, Any], tensors: safetensors_files.Tensors) -> tuple[Family, ModelConfig]:
+    """``read_config`` beside all tensors of a folder. Far more layers or experts than it has tensors are refused first, since
+    work and memory grow with them."""
+    rows = FAMILIES[kind].fields if isinstance(kind := values.get("model_type"), str) and kind in FAMILIES else {}
+    reader, most = ConfigReader(values, tensors.entries), len(tensors.entries) + SLACK
+    for ours in ("n_layers", "encoder_layers", "experts.n_experts"):
+        count = rows[ours].read(reader) if isinstance(rows.get(ours), Field | Rule) else 0
+        if isinstance(count, int) and count > most:
+            raise ValueError(f"config.json: {ours}={count}, but the folder has only {most - SLACK} tensors")
+    return read_config(values, tensors.entries.keys())
 
 
 def _dtype(dtypes: set[str]) -> str:
@@ -114,6 +132,9 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
 def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors, ignore: Sequence[str]) -> dict[str, Sources]:
     """``our path -> sources``, under the names that the file uses. Raises ValueError with all that differs."""
     table, entries = family.tensors(cfg), tensors.entries
+    experts = sum(layer.experts.n_experts for layer in cfg.layers)
+    if experts > len(entries) + SLACK:
+        raise ValueError(f"config.json: {experts} experts in all layers, but the folder has only {len(entries)} tensors")
     spec = dict(specs.walk(model.spec(cfg)))
     expected: dict[str, tuple[int, ...]] = {}
     sources: dict[str, Sources] = {}
@@ -137,9 +158,14 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
     for name, path in sorted(repeated.items()):
         _check_copy(name, sources[path][0][1].name, tensors)
     for name in sorted(left.keys() - repeated.keys() - unused):
-        if family.constant and not np.allclose(tensors.read(name), family.constant(cfg), atol=1e-4):  # others' sines
+        if family.constant and not _is_constant(tensors.read(name), family, cfg):
             raise ValueError(f"{name} is another table than the one that is computed: it would not be honoured")
     return sources
+
+
+def _is_constant(array: np.ndarray, family: Family, cfg: ModelConfig) -> bool:
+    """Whether it is the family's table of sines, which others may have computed."""
+    return array.shape == (cfg.max_length, cfg.d_model) and np.allclose(array, family.constant(cfg), atol=1e-4)  # type: ignore[misc]
 
 
 def _name(name: str, family: Family, entries: Collection[str]) -> str:

@@ -24,6 +24,7 @@ class TrainConfig(Strict):
     """How long and how to train, and what to show."""
 
     FORMER = {"keep": "keep_checkpoints"}
+    NAMES = {"objective": (NEXT_TOKEN,)}
 
     steps: int = 1000
     """Number of updates."""
@@ -122,3 +123,16 @@ class Config(Strict):
             raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
         if self.train.parallel == "pmap" and self.distributed.on:
             raise ValueError("train.parallel='pmap' runs in one process, not with distributed; use jit, the default")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line of ``train.py`` asks for. Only ``config`` is kept with the run."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    trust: bool = False
+    """Follow the import paths in the config.json of the run of --init.from, which runs their code. The paths that this command
+    itself names are always followed."""
+    check: bool = False
+    """Check the run instead of training it."""
