@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained
+from jaxformer.cli import pretrained, texts
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -32,8 +32,9 @@ def main(config: run.Config) -> None:
     directory, tok, changes = run.open_run(config)
     mesh = config.mesh.make()
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
+    changes += texts.changes(directory, config.data, corpus)
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
-    config = dataclasses.replace(config, model=cfg)
+    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
     if train.sample_tokens and not cfg.encoder_layers:
         tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
@@ -50,6 +51,7 @@ def main(config: run.Config) -> None:
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
     pretrained.write_run(directory, config, tok)  # from here on nothing is refused
+    texts.write(directory, config.data, corpus)
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()

@@ -22,6 +22,7 @@ import tyro
 
 from jaxformer.cli import pretrained
 from jaxformer.config.strict import Strict, within
+from jaxformer.config.textfile import read_text
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
@@ -196,7 +197,7 @@ def write_all(writer: Writer) -> None:
 
     options = writer.options
     assert options.file is not None
-    prompts = options.file.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # no other character ends a line
+    prompts = read_text(options.file).removesuffix("\n").split("\n")  # no other character ends a line
     if not any(prompts):
         raise ValueError(f"{options.file} is empty: it needs one prompt per line")
     for number, prompt in enumerate(prompts, start=1):

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from jaxformer.data.config import DataConfig
 from jaxformer.tokenizers import disk_cache
 from jaxformer.tokenizers.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 Batch = dict[str, np.ndarray]
 Rows = slice | np.ndarray
 """Which rows of each batch are made, by number."""
@@ -146,6 +148,12 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
     last = len(stream.tokens) - 1 - cfg.length  # the last start of a full row; negative if there is none
     if len(stream.tokens) < 2:
         raise ValueError(f"the training split has too few tokens ({len(stream.tokens)}) to predict one from another")
+    if last < 0:
+        log.warning(
+            "the training split has %s tokens, less than one row: the rest of every row of data.length=%s is padding",
+            f"{len(stream.tokens):,}",
+            cfg.length,
+        )
 
     def start(stratum: int, rng: np.random.Generator) -> int:
         low = stratum * cfg.length

@@ -1,6 +1,5 @@
 """Commands for published folders: python -m jaxformer.hf info|import|export|verify. --help after one explains it."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], 
     cfg, params, tok = load_run(run)
     save(folder, cfg, params, family, tok=tok)
     copy_generation_config(run, folder)
-    print(f"{folder}: {json.loads((folder / 'config.json').read_text())['model_type']}, with its {tok.file}")
+    print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config.components import nearest
+from jaxformer.config.textfile import read_text
 
 log = logging.getLogger(__name__)
 WITHOUT_EFFECT = (
@@ -127,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{text} is not a number that a config may hold")
 
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        values = json.loads(read_text(path), object_pairs_hook=unique, parse_constant=refuse)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no {path}") from error
     except (ValueError, OSError) as error:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.config.textfile import read_bytes, require_regular
 from jaxformer.hf.config_reader import read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -107,6 +108,7 @@ def _header(path: Path) -> dict[str, Entry]:
     """The entries of a safetensors file's header. Raises ValueError that names the file, before anything large is allocated."""
     from safetensors import SafetensorError, safe_open
 
+    require_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -146,8 +148,9 @@ class Msgpack:
         from flax.serialization import msgpack_restore
         from flax.traverse_util import flatten_dict
 
+        data = read_bytes(path)
         try:
-            tree = msgpack_restore(path.read_bytes())
+            tree = msgpack_restore(data)
         except Exception as error:  # msgpack raises many kinds for bytes that are not its own
             raise ValueError(f"{path} is not a complete msgpack file: {error}") from error
         flat = flatten_dict(tree.get("params", tree)) if isinstance(tree, dict) else {}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.components import nearest
+from jaxformer.config.textfile import MARK, read_bytes, require_regular
 from jaxformer.tokenizers import disk_cache, train_sentencepiece
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.hf_tokenizer import Published
@@ -132,7 +133,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """
     if str(path) == "byte":
         return Bytes()
-    file = Path(path)
+    file = Path(path).expanduser()
+    require_regular(file)
     if str(path) in KINDS and not file.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
     if file.is_dir():
@@ -145,9 +147,9 @@ def load(path: str | os.PathLike) -> Tokenizer:
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         hint = nearest(file.name, [*KINDS, *siblings])
         raise ValueError(f"tokenizer {path!s} does not exist{hint if 'did you mean' in hint else ''}")
-    data = file.read_bytes()
+    data = read_bytes(file)
     try:
-        return _from_json(data, file.parent) if file.suffix == ".json" else SentencePiece(data)
+        return _from_json(data.removeprefix(MARK.encode()), file.parent) if file.suffix == ".json" else SentencePiece(data)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

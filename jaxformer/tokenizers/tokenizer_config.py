@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config.textfile import read_text, require_regular
+
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "pad_token")
 TEMPLATE = "chat_template.jinja"
@@ -61,12 +63,13 @@ def _is_token(value: Any) -> bool:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
 def _object(path: Path) -> dict[str, Any]:
+    require_regular(path)
     if not path.is_file():
         return {}
     try:
