@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained, texts
+from jaxformer.cli import pretrained, suitable, texts
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -30,10 +30,11 @@ DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 def main(config: run.Config) -> None:
     config, pretrained_tok, read = pretrained.begin(config)
     directory, tok, changes = run.open_run(config)
-    mesh = config.mesh.make()
+    suitable.check(config, mesh := config.mesh.make())
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     changes += texts.changes(directory, config.data, corpus)
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
+    suitable.check_lengths(config, corpus)
     config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
     if train.sample_tokens and not cfg.encoder_layers:

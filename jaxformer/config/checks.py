@@ -9,7 +9,7 @@ from jaxformer.config.strict import within
 
 BY_LAYER = ("attention", "mlp", "position", "residual", "window")
 """Fields that may be a tuple with one value per layer."""
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 """A bound on the number of blocks, far above any model's: what is made for each layer stays small."""
 KEY = frozenset("BTSDLVKGNHFPEJMCRQO")
 """The letters of the dimension key; components may declare others."""

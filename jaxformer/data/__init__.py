@@ -1,6 +1,6 @@
 """Text and pairs as batches that are a pure function of the step: ``load(cfg)``, then ``data.train[step]``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Data:
     """Of all texts, by which processes know that they read the same, and a continued run that it goes on with them."""
     split_hashes: dict[str, str] = field(default_factory=dict)
     """The same of each split, by its name, where they are known."""
+    positions: Callable[[], dict[str, tuple[str, int]]] = dict
+    """By kind of row, which field of the DataConfig bounds it and how many positions it has at most, where that is known."""
 
 
 def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: Rows = ALL) -> Data:
@@ -60,14 +62,22 @@ def _text(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             f"{name}_characters": sum(map(len, side)),
             f"{name}_tokens": len(stream.tokens),
         }
+    held_out = packing.validation_batches(validation, cfg, tok.pad_id)
+
+    def positions() -> dict[str, tuple[str, int]]:
+        most = max((int(b["positions"].max()) + 1 if "positions" in b else cfg.length for b in held_out), default=0)
+        training = packing.most_positions(train, cfg)
+        return {"training rows": ("length", training), "validation rows": ("length", most)}
+
     return Data(
         tokenizer=tok,
         train=packing.train_batches(train, cfg, tok.pad_id, rows),
         validation=packing.validation_batches(validation, cfg, tok.pad_id, rows),
-        validation_bytes=packing.target_bytes(packing.validation_batches(validation, cfg, tok.pad_id), tok),
+        validation_bytes=packing.target_bytes(held_out, tok),
         test_pairs=[],
         summary=summary,
         **_hashes(train=documents.train, validation=documents.validation),
+        positions=positions,
     )
 
 
@@ -89,6 +99,7 @@ def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "empty_pairs_skipped": texts.skipped,
             "long_pairs_dropped": train.dropped + validation.dropped,
         },
+        positions=lambda: _pair_positions(cfg),
         **_hashes(train=_sides(texts.train), validation=_sides(texts.validation)),
     )
 
@@ -115,8 +126,13 @@ def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "validation_pairs": len(held),
             "test_pairs": len(test),
         },
+        positions=lambda: _pair_positions(cfg),
         **_hashes(dates=_sides(sample + held + test)),
     )
+
+
+def _pair_positions(cfg: DataConfig) -> dict[str, tuple[str, int]]:
+    return {"sources": ("source_length", cfg.source_length), "targets": ("length", cfg.length)}
 
 
 def _sides(split: Sequence[pairs.Pair]) -> list[str]:
