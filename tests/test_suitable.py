@@ -50,7 +50,7 @@ UNSUITABLE = [
     ({"has_head": False}, {}, "model.has_head=False"),
     ({"pooler": True}, {}, "model.pooler=True"),
     ({"encoder_layers": 1}, {}, "has no source for an encoder"),
-    ({}, PAIRS, "data.task='pairs' has a source, which a model without an encoder does not read"),
+    ({}, PAIRS, "data.task='pairs' has sources, which only an encoder reads"),
     ({"encoder_layers": 1, "causal": False}, PAIRS, "model.causal=False"),
 ]
 
@@ -80,7 +80,7 @@ def test_objectives_and_data_of_ones_own_are_free(tmp_path):
         (
             {},
             {"length": 80},
-            r"training rows have up to 80 positions \(data.length=80\).*raise model.max_length to 80, or lower",
+            r"training rows have up to 80 positions \(data.length=80\).*raise model.max_length to 80",
         ),
         ({}, {"segment_documents": False}, r"training rows have up to 16 positions \(data.length=16\)"),
         ({"encoder_layers": 1}, PAIRS | {"length": 8, "source_length": 9}, r"sources have up to 9 .*data.source_length=9"),

@@ -46,8 +46,8 @@ def check_lengths(config: Config, corpus: Data) -> None:
         return
     for what, (name, positions) in corpus.positions().items():
         if positions > cfg.max_length:
+            asked = f"data.{name}={getattr(config.data, name)}"
             raise ValueError(
-                f"{what} have up to {positions} positions (data.{name}={getattr(config.data, name)}), more than the learned table "
-                f"of model.max_length={cfg.max_length} has rows: raise model.max_length to {positions}, or lower data.{name} "
-                f"to {cfg.max_length}"
+                f"{what} have up to {positions} positions ({asked}), more than the {cfg.max_length} of the learned table "
+                f"(model.max_length): raise model.max_length to {positions}, or lower data.{name} to {cfg.max_length}"
             )

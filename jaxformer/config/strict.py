@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def fits(value: Any, kind: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(fits(item, inner[0]) for item in value)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return kind is Any or isinstance(value, kind)

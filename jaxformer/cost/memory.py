@@ -46,7 +46,7 @@ def check(config: run.Config, mesh: Mesh) -> None:
 
 
 def needed(config: run.Config, mesh: Mesh) -> dict[str, int]:
-    """Bytes by kind that a device must hold at least; of CPUs, which share the memory of a machine, all devices of a process."""
+    """Bytes by kind that a device must hold at least; of CPUs, which share the memory, all of a process."""
     cfg = config.model
     state = jax.eval_shape(functools.partial(run.initial_state, config), specs.abstract(model.spec(cfg), cfg))
     whole = {"parameters": device_bytes(state.params), "optimizer state": device_bytes(state.opt_state), "batch": 0}

@@ -67,8 +67,9 @@ def _read_neo_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     n_layers, groups, listed = reader.integer("num_layers"), reader("attention_types", None), reader("attention_layers", None)
     if groups is None:
         groups = [[["global", "local"], n_layers // 2]] if listed is None else [[listed, 1]]
-    kinds = [kind for group, times in groups for kind in group * times]
-    if len(kinds) != n_layers or set(kinds) - {"global", "local"}:
+    count = sum(len(group) * times for group, times in groups)
+    kinds = [kind for group, times in groups for kind in group * times] if count == n_layers else groups
+    if count != n_layers or set(kinds) - {"global", "local"}:
         raise ValueError(f"config.json: attention_types are {kinds}, for num_layers={n_layers}")
     if listed not in (None, kinds):
         raise ValueError(f"config.json: attention_layers={listed} are not those of attention_types")
