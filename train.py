@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained, suitable, texts
+from jaxformer.cli import pretrained, suitable
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -32,9 +32,8 @@ def main(config: run.Config) -> None:
     directory, tok, changes = run.open_run(config)
     suitable.check(config, mesh := config.mesh.make())
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
-    changes += texts.changes(directory, config.data, corpus)
+    changes += suitable.check_data(config, corpus)
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
-    suitable.check_lengths(config, corpus)
     config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
     if train.sample_tokens and not cfg.encoder_layers:
@@ -51,8 +50,7 @@ def main(config: run.Config) -> None:
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    pretrained.write_run(directory, config, tok)  # from here on nothing is refused
-    texts.write(directory, config.data, corpus)
+    pretrained.write_run(directory, config, corpus)  # from here on nothing is refused
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()

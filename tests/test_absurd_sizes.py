@@ -6,12 +6,14 @@ import resource
 import time
 
 import jax
+import numpy as np
 import published
 import pytest
 from golden import weights
 
 import jaxformer as jf
 from jaxformer.hf import load
+from jaxformer.hf.load import read_config
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 
@@ -33,8 +35,6 @@ PUBLISHED = [
     ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the file has .* tensors"),
     ("llama", {"num_hidden_layers": 900}, "config.json asks for 900 tensors model.layers.{i}"),
     ("gpt2", {"n_layer": 10**9}, "n_layer=1000000000, but"),
-    ("gpt_neo", {"num_layers": 10**9}, "num_layers=1000000000, but"),
-    ("gpt_neo", {"attention_types": [[["global", "local"], 10**9]]}, "attention_types"),
     ("bart", {"encoder_layers": 10**9, "num_hidden_layers": 10**9}, "encoder_layers=1000000000, but"),
     ("t5_v10", {"num_decoder_layers": 10**9}, "num_decoder_layers=1000000000, but"),
     ("mixtral", {"num_local_experts": 10**9, "num_experts": None}, "num_local_experts=1000000000, but"),
@@ -44,7 +44,6 @@ PUBLISHED = [
     ("llama", {"vocab_size": 10**9}, r"model.embed_tokens.weight  expected \[1000000000, "),
     ("llama", {"hidden_size": 10**9, "head_dim": 8}, "differs .*expected .*1000000000"),
     ("llama", {"intermediate_size": 10**9}, "differs .*expected .*1000000000"),
-    ("marian", {"max_position_embeddings": 10**9}, "is another table than the one that is computed"),
     ("gpt2", {"n_positions": 10**9}, r"wpe.weight  expected \[1000000000, "),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "must be a"),
     ("llama", {"rms_norm_eps": 10**400}, "must be a"),
@@ -57,6 +56,30 @@ def test_published_folders(name, fields, message, tmp_path):
     config = weights.load(name)[0] | fields
     published.folder(tmp_path, name, config)
     refused(lambda: load(tmp_path), message)
+
+
+NEO = {"model_type": "gpt_neo", "hidden_size": 8, "num_heads": 2, "vocab_size": 11, "max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 10**9}, "num_layers=1000000000, but the file has 1 tensors"),
+        (
+            {"num_layers": 2, "attention_types": [[["global", "local"], 10**9]]},
+            "attention_types are .*000.*num_layers=2",
+        ),
+    ],
+)
+def test_layers_of_gpt_neo(fields, message):
+    refused(lambda: read_config(NEO | fields, ["wte.weight"]), message)
+
+
+def test_a_table_of_sines_is_compared_by_its_shape_first(tmp_path):
+    config, tensors, _ = weights.load("marian")
+    name, table = "model.encoder.embed_positions.weight", np.zeros((4, config["d_model"]), np.float32)
+    published.folder(tmp_path, "marian", config | {"max_position_embeddings": 10**9}, tensors | {name: table})
+    refused(lambda: load(tmp_path), "embed_positions.weight is another table than the one that is computed")
 
 
 @pytest.fixture(scope="module")

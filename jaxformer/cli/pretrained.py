@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from jaxformer import hf
+from jaxformer.cli import texts
 from jaxformer.config import Execution, ModelConfig
+from jaxformer.data import Data
 from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import GENERATION, copy_generation_config, locate
 from jaxformer.hf.load import prepare
@@ -66,11 +68,13 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
     return _adopt(config, cfg), _tokenizer(config, cfg), read
 
 
-def write_run(directory: Path, config: run.Config, tok: Any) -> None:
-    """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
+def write_run(directory: Path, config: run.Config, corpus: Data) -> None:
+    """``run.write_run``, the hashes of its texts, and the ids that end an output of the model of ``init.from``, beside the
+    tokenizer's eos."""
     if multihost.first():
         where, begins = config.init.folder, not (directory / "config.json").exists()
-        run.write_run(directory, config, tok)
+        run.write_run(directory, config, corpus.tokenizer)
+        texts.write(directory, config.data, corpus)
         if where is not None and begins:
             copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")

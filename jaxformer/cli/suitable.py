@@ -1,8 +1,11 @@
 """Whether model, data and objective of a run go together: what training could only waste time on is refused before anything
 is written. An objective or a data set of a user's own decides that for itself."""
 
+from pathlib import Path
+
 from jax.sharding import Mesh
 
+from jaxformer.cli import texts
 from jaxformer.cost import memory
 from jaxformer.data import Data
 from jaxformer.data.config import TASKS
@@ -37,6 +40,14 @@ def _check_model(config: Config) -> None:
                 f"next-token training makes no sense of model.{reason}; change the model, or give an objective of your own "
                 "(train.objective='package.module:name')"
             )
+
+
+def check_data(config: Config, corpus: Data) -> list[str]:
+    """What to say about a text that has changed since the run began. Raises ValueError where it must not have (see
+    ``texts.changes``), and as ``check_lengths``."""
+    said = texts.changes(Path(config.run_dir), config.data, corpus)
+    check_lengths(config, corpus)
+    return said
 
 
 def check_lengths(config: Config, corpus: Data) -> None:

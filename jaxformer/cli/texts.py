@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxformer.config.textfile import read_text
 from jaxformer.data import Data, DataConfig
-from jaxformer.parallel import multihost
 from jaxformer.tokenizers import disk_cache
 
 FILE = "data.json"
@@ -45,8 +44,7 @@ def changes(directory: Path, cfg: DataConfig, corpus: Data) -> list[str]:
 
 def write(directory: Path, cfg: DataConfig, corpus: Data) -> None:
     """Keeps what ``changes`` compares with: the whole file or, where writing is interrupted, the one before."""
-    if multihost.first():
-        disk_cache.write(directory / FILE, json.dumps(_record(cfg, corpus), indent=2).encode())
+    disk_cache.write(directory / FILE, json.dumps(_record(cfg, corpus), indent=2).encode())
 
 
 def _record(cfg: DataConfig, corpus: Data) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def _record(cfg: DataConfig, corpus: Data) -> dict[str, Any]:
 
 def _named(cfg: DataConfig) -> str:
     """Where the text comes from, in the words of the command line."""
-    given = [f"data.{name}={value!r}" for name in CHOOSING[1:4] if (value := getattr(cfg, name)) is not None]
-    if given:
-        return " and ".join(given)
+    paths = [f"data.{name}={value!r}" for name in CHOOSING[1:4] if (value := getattr(cfg, name)) is not None]
+    if paths:
+        return " and ".join(paths)
     return "this Python's standard library" if cfg.task == "text" else f"data.task={cfg.task!r}"

@@ -49,21 +49,21 @@ def needed(config: run.Config, mesh: Mesh) -> dict[str, int]:
     """Bytes by kind that a device must hold at least; of CPUs, which share the memory, all of a process."""
     cfg = config.model
     state = jax.eval_shape(functools.partial(run.initial_state, config), specs.abstract(model.spec(cfg), cfg))
-    whole = {"parameters": device_bytes(state.params), "optimizer state": device_bytes(state.opt_state), "batch": 0}
+    total = {"parameters": device_bytes(state.params), "optimizer state": device_bytes(state.opt_state), "batch": 0}
     if config.data.task in TASKS and config.train.objective == NEXT_TOKEN:
-        whole["batch"] = device_bytes(batch_of(config))
+        total["batch"] = device_bytes(batch_of(config))
     if config.mesh == MeshConfig():  # every device has all of the state
-        return whole | {"batch": whole["batch"] // (jax.process_count() if _shares_memory(mesh) else mesh.size)}
+        return total | {"batch": total["batch"] // (jax.process_count() if _shares_memory(mesh) else mesh.size)}
     where = state_shardings(state, param_shardings(cfg, mesh))
     shared = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where)
-    parts = {
+    on_each = {
         "parameters": device_bytes(spread(model.spec(cfg), cfg, mesh)),
         "optimizer state": 0 if config.mesh.offload else device_bytes(shared.opt_state),
-        "batch": whole["batch"] // mesh.size,
+        "batch": total["batch"] // mesh.size,
     }
     if not _shares_memory(mesh):
-        return parts
-    return {kind: max(part, whole[kind] // jax.process_count()) for kind, part in parts.items()}
+        return on_each
+    return {kind: max(size, total[kind] // jax.process_count()) for kind, size in on_each.items()}
 
 
 def _shares_memory(mesh: Mesh) -> bool:
@@ -81,8 +81,8 @@ def host_bytes() -> int | None:
         except (OSError, ValueError, AttributeError):
             return None
     swap = 1024 * kilobytes.get("SwapTotal", 0)
-    total = 1024 * kilobytes["MemTotal"] if "MemTotal" in kilobytes else None
-    limits = [limit for limit in (total, _group_limit()) if limit is not None]
+    installed = 1024 * kilobytes["MemTotal"] if "MemTotal" in kilobytes else None
+    limits = [limit for limit in (installed, _group_limit()) if limit is not None]
     return min(limits) + swap if limits else None
 
 

@@ -24,17 +24,17 @@ def files(pattern: str) -> dict[str, Path]:
         root, paths = _matching(pattern)
     else:
         raise ValueError(absent(pattern))
-    found = {path.relative_to(root).as_posix(): path for path in paths if not os.path.isdir(path)}
-    if not found:
+    by_name = {path.relative_to(root).as_posix(): path for path in paths if not os.path.isdir(path)}
+    if not by_name:
         raise ValueError(f"no file in folder {pattern}" if os.path.isdir(pattern) else f"no file matches {pattern!r}")
-    for path in found.values():
+    for path in by_name.values():
         require_regular(path)
         try:
             path.stat()
         except OSError as error:
             why = absent(str(path)) if path.is_symlink() else f"{path} cannot be read: {error.strerror}"
             raise ValueError(why) from error
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def absent(path: str) -> str:
@@ -69,13 +69,13 @@ def _below(root: str) -> list[Path]:
 
 def _matching(pattern: str) -> tuple[Path, list[Path]]:
     """The start of a glob that has no wildcards, and what the glob matches."""
-    parts = Path(pattern).parts
-    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    searched = range(first, len(parts) + (parts[-1] == "**"))
-    for folder in {path for end in searched for path in glob.glob(os.path.join(*parts[:end] or "."), recursive=True)}:
+    names = Path(pattern).parts
+    first = next(i for i, name in enumerate(names) if glob.has_magic(name))
+    searched = range(first, len(names) + (names[-1] == "**"))
+    for folder in {path for end in searched for path in glob.glob(os.path.join(*names[:end] or "."), recursive=True)}:
         if os.path.isdir(folder):
             _names(folder)  # glob itself passes over a folder that cannot be read
-    return Path(*parts[:first]), [Path(path) for path in glob.glob(pattern, recursive=True)]
+    return Path(*names[:first]), [Path(path) for path in glob.glob(pattern, recursive=True)]
 
 
 def _names(folder: str) -> list[str]:

@@ -92,8 +92,7 @@ def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]
 
 def _read(pattern: str) -> dict[str, list[str]]:
     """Documents by file, without files that hold none; names as of ``folder.files``."""
-    found = {name: _documents_of(path) for name, path in folder.files(pattern).items()}
-    return {name: texts for name, texts in found.items() if texts}
+    return {name: texts for name, path in folder.files(pattern).items() if (texts := _documents_of(path))}
 
 
 def _documents_of(path: Path) -> list[str]:
