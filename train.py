@@ -37,8 +37,6 @@ def main(config: run.Config) -> None:
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
-    if train.sample_tokens and not cfg.encoder_layers:
-        tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
     agree(config, corpus, mesh)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)

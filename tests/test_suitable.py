@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -190,3 +191,17 @@ def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
     unlimited = memory.host_bytes()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1048576\n")
     assert memory.host_bytes() - 2**20 < unlimited - 2**28, "its limit, and swap"
+
+
+@pytest.mark.parametrize("limit", [10**6, 10**3, None])
+def test_the_memory_of_an_accelerator_is_its_own_limit(limit, tmp_path):
+    asked = config(tmp_path)
+    stats = None if limit is None else {"bytes_limit": limit}
+    device = SimpleNamespace(platform="gpu", device_kind="H200", memory_stats=lambda: stats)
+    mesh = SimpleNamespace(local_devices=[device], size=1)
+    assert 10**3 < sum(memory.needed(asked, mesh).values()) < 10**6
+    if limit == 10**3:
+        with pytest.raises(ValueError, match=r"each H200 has 0.0 GiB; lower the sizes of the model.*mesh.fsdp"):
+            memory.check(asked, mesh)
+    else:
+        memory.check(asked, mesh)

@@ -25,9 +25,7 @@ def _check_model(config: Config) -> None:
     if cfg.encoder_layers and task == "text":
         raise ValueError("data.task='text' has no source for an encoder (model.encoder_layers above 0); use pairs or dates")
     if not cfg.encoder_layers and task != "text":
-        raise ValueError(
-            f"data.task={task!r} has a source, which a model without an encoder does not read: set model.encoder_layers"
-        )
+        raise ValueError(f"data.task={task!r} has sources, which only an encoder reads: set model.encoder_layers")
     wrong = {
         "causal=False: each token sees the one that it is to predict": not cfg.causal,
         "has_head=False: it gives no logits": not cfg.has_head,
@@ -44,9 +42,11 @@ def _check_model(config: Config) -> None:
 
 def check_data(config: Config, corpus: Data) -> list[str]:
     """What to say about a text that has changed since the run began. Raises ValueError where it must not have (see
-    ``texts.changes``), and as ``check_lengths``."""
+    ``texts.changes``), as ``check_lengths``, and for a prompt that could not be encoded at the first sample."""
     said = texts.changes(Path(config.run_dir), config.data, corpus)
     check_lengths(config, corpus)
+    if config.train.sample_tokens and not config.model.encoder_layers:
+        corpus.tokenizer.encode(config.train.prompt)
     return said
 
 

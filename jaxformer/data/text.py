@@ -68,10 +68,7 @@ def unit_hash(name: str) -> float:
 def read(path: Path) -> str:
     """UTF-8 text without a byte order mark, line ends as they are. Raises ValueError naming the file: with the first byte that
     is not UTF-8, or for a file that cannot be read."""
-    try:
-        data = read_bytes(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    data = _content(path)
     try:
         return data.decode("utf-8").removeprefix(MARK)
     except UnicodeDecodeError as error:
@@ -79,6 +76,13 @@ def read(path: Path) -> str:
         raise ValueError(
             f"{path}, line {line}: byte {error.start} is not UTF-8; convert it, or leave it out by a glob"
         ) from None
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
@@ -128,7 +132,7 @@ def _standard_library() -> dict[str, list[str]]:
         if _NOT_LIBRARY & set(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
             continue
         try:
-            text = path.read_bytes().decode("utf-8").removeprefix(MARK)
+            text = _content(path).decode("utf-8").removeprefix(MARK)
         except UnicodeDecodeError:
             continue
         if text:
