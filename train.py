@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained
+from jaxformer.cli import pretrained, suitable
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
@@ -31,13 +31,12 @@ DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 def main(config: run.Config, trust: bool = False) -> None:
     config, pretrained_tok, read = pretrained.begin(config, trust)
     directory, tok, changes = run.open_run(config, trust)
-    mesh = config.mesh.make()
+    suitable.check(config, mesh := config.mesh.make())
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
+    changes += suitable.check_data(config, corpus)
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
-    config = dataclasses.replace(config, model=cfg)
+    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
-    if train.sample_tokens and not cfg.encoder_layers:
-        tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
     agree(config, corpus, mesh)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
@@ -47,7 +46,7 @@ def main(config: run.Config, trust: bool = False) -> None:
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    pretrained.write_run(directory, config, tok)  # from here on nothing is refused
+    pretrained.write_run(directory, config, corpus)  # from here on nothing is refused
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()

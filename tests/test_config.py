@@ -1,8 +1,10 @@
 """ModelConfig: derived fields, refused values, files."""
 
+import copy
 import dataclasses
 import functools
 import json
+import pickle
 import re
 import sys
 
@@ -63,6 +65,28 @@ def test_replace_works_derived_fields_out_again(change, expected):
     assert {name: getattr(cfg, name) for name in expected} == expected
     again = dataclasses.replace(cfg, n_layers=5)
     assert {name: getattr(again, name) for name in expected} == expected
+
+
+SMALL_SIZES = {"vocab_size": 11, "d_model": 64, "n_layers": 2, "n_heads": 8}
+
+
+@pytest.mark.parametrize("change", [{"d_model": 128}, {"n_heads": 16}, {"n_layers": 1}, {"d_model": 128, "d_ff": 20}])
+@pytest.mark.parametrize("name", ["llama", "transformer_base", "decoder_2017", "gpt2", "qwen3_0_6b"])
+def test_what_a_preset_derives_follows_a_change(name, change):
+    """Widths and depths that a preset works out are those of the preset with the change, however it is made."""
+    preset = getattr(jf.presets, name)
+    before, asked = preset(**SMALL_SIZES), preset(**SMALL_SIZES | change)
+    assert before != asked
+    assert dataclasses.replace(before, **change) == asked
+    assert dataclasses.replace(copy.deepcopy(pickle.loads(pickle.dumps(before))), **change) == asked
+
+
+def test_what_a_preset_derives_is_written_as_a_number():
+    cfg = jf.presets.llama(**SMALL_SIZES)
+    assert cfg.d_ff == 176 != 4 * cfg.d_model
+    assert json.loads(to_json(cfg))["d_ff"] == 176
+    paired = jf.presets.transformer_base(**SMALL_SIZES)
+    assert (paired.encoder_layers, round_trip(paired)) == (2, paired)
 
 
 @pytest.mark.parametrize("explicit", [{"n_kv_heads": 2}, {"head_dim": 4}, {"d_ff": 20}, {"n_kv_heads": 4}, {"d_ff": 32}])

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 
 from jaxformer import hf
+from jaxformer.cli import texts
 from jaxformer.config import Execution, ModelConfig
 from jaxformer.config.strict import fits
+from jaxformer.data import Data
 from jaxformer.hf.hub import GENERATION, copy_generation_config, generation_config, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
@@ -81,11 +83,13 @@ def begin(config: run.Config, trust: bool = False) -> tuple[run.Config, Any, Cal
     return _adopt(config, cfg), _tokenizer(config, cfg), read
 
 
-def write_run(directory: Path, config: run.Config, tok: Any) -> None:
-    """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
+def write_run(directory: Path, config: run.Config, corpus: Data) -> None:
+    """``run.write_run``, the hashes of its texts, and the ids that end an output of the model of ``init.from``, beside the
+    tokenizer's eos."""
     if multihost.first():
         where = config.init.folder
-        run.write_run(directory, config, tok)
+        run.write_run(directory, config, corpus.tokenizer)
+        texts.write(directory, config.data, corpus)
         if where is not None and not (directory / GENERATION).exists():
             with contextlib.suppress(FileNotFoundError):  # a run that goes on does not need the folder it began from
                 copy_generation_config(locate(where, config.init.revision), directory)

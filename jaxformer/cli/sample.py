@@ -25,6 +25,7 @@ import tyro
 from jaxformer.cli import pretrained
 from jaxformer.cli.launch import STATUS
 from jaxformer.config.strict import Strict, check_seed, to_json, within
+from jaxformer.config.textfile import read_text
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
@@ -212,7 +213,7 @@ def write_all(writer: Writer) -> None:
     options = writer.options
     assert options.file is not None
     try:
-        text = options.file.read_text(encoding="utf-8-sig")
+        text = read_text(options.file)
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is not UTF-8: {error}") from error
     prompts = text.removesuffix("\n").split("\n")  # no other character ends a line

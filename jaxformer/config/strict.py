@@ -5,7 +5,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -21,7 +21,17 @@ SEEDS = 2**32
 
 
 class Derived(int):
-    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it."""
+    """An integer worked out from other fields (0: not yet); ``dataclasses.replace`` works it out again, not keeping it.
+
+    rule: a function of the config that gives it, where that is another than the field's own.
+    """
+
+    rule: Callable[[Any], int] | None
+
+    def __new__(cls, value: int = 0, rule: Callable[[Any], int] | None = None):
+        self = super().__new__(cls, value)
+        self.rule = rule
+        return self
 
 
 class Strict:
@@ -157,7 +167,7 @@ def to_dict(record: Any) -> dict[str, Any]:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = to_dict(value)
         elif isinstance(value, Derived):
-            value = None  # to be worked out again, of an encoder too
+            value = None if value.rule is None else int(value)  # None: to be worked out again, of an encoder too
         plain[field.name] = value
     return plain
 

@@ -49,6 +49,8 @@ class DataConfig(Strict):
     """Seed of the order and of the offsets of training rows."""
     segment_documents: bool = True
     """Keep packed documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
+    accept_change: bool = False
+    """Continue a run although its text is no longer the one that it has been trained on."""
 
     def __post_init__(self):
         super().__post_init__()

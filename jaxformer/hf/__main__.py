@@ -13,7 +13,7 @@ from jaxformer.cli.launch import STATUS, launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
 from jaxformer.hf.hub import copy_generation_config, generation_config, locate, no_folder
-from jaxformer.hf.load import prepare, read_whole
+from jaxformer.hf.load import prepare, read_config
 from jaxformer.hf.save import staged
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
@@ -30,7 +30,7 @@ def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None
     folder = locate(source, revision)
     values = read_json(folder / "config.json")
     tensors = safetensors_files.find(folder)
-    _, cfg = read_whole(values, tensors)
+    _, cfg = read_config(values, tensors.entries.keys())
     dtypes = sorted({entry.dtype for entry in tensors.entries.values()})
     print(f"{values['model_type']}: {specs.count(model.spec(cfg), cfg):,} parameters in {', '.join(dtypes)}")
     print(cfg)

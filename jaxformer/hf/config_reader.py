@@ -3,6 +3,7 @@ the results, or is refused by name."""
 
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -112,6 +113,6 @@ class ConfigReader:
 
 def number(name: str, value: Any) -> float:
     """``value`` as a float. Raises ValueError, naming the field, for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"config.json: {name}={value!r} must be a number")
     return float(value)

@@ -1,6 +1,7 @@
 """A published folder as our config and parameters: every field honoured, every tensor used, or refused by name."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxformer.config.strict import dtype_name
 from jaxformer.hf import safetensors_files
 from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families import FAMILIES
-from jaxformer.hf.family import Family, Field, Rule
+from jaxformer.hf.family import Family
 from jaxformer.hf.hub import locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
@@ -27,6 +28,9 @@ from jaxformer.tokenizers.json_files import read_json
 
 SLACK = 100
 """A folder that lacks fewer tensors than this is answered with their names."""
+
+FEW = 1000
+"""Layers or experts of which a config may speak, however few tensors its file has."""
 
 
 def load(
@@ -69,7 +73,7 @@ def prepare(
     folder = locate(folder, revision)
     values = read_json(folder / "config.json") if config is None else config
     tensors = safetensors_files.find(folder)
-    family, cfg = read_whole(values, tensors)
+    family, cfg = read_config(values, tensors.entries.keys())
     sources = resolve(family, cfg, tensors, ignore)
     if dtype is None:
         free = [path for path, param in specs.walk(model.spec(cfg)) if param.dtype is None]
@@ -91,22 +95,18 @@ def read_config(values: dict[str, Any], names: Collection[str]) -> tuple[Family,
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"config.json: model_type={kind!r} is not supported{nearest(str(kind), FAMILIES)}")
+    _check_counts(values, len(names))
     try:
         return FAMILIES[kind], FAMILIES[kind].read(ConfigReader(values, names))
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # rows compute with whatever a file holds
         raise ValueError(f"config.json: a field has a value of the wrong kind: {error}") from error
 
 
-def read_whole(values: dict[str, Any], tensors: safetensors_files.Tensors) -> tuple[Family, ModelConfig]:
-    """``read_config`` beside all tensors of a folder. Far more layers or experts than it has tensors are refused first, since
-    work and memory grow with them."""
-    rows = FAMILIES[kind].fields if isinstance(kind := values.get("model_type"), str) and kind in FAMILIES else {}
-    reader, most = ConfigReader(values, tensors.entries), len(tensors.entries) + SLACK
-    for ours in ("n_layers", "encoder_layers", "experts.n_experts"):
-        count = rows[ours].read(reader) if isinstance(rows.get(ours), Field | Rule) else 0
-        if isinstance(count, int) and count > most:
-            raise ValueError(f"config.json: {ours}={count}, but the folder has only {most - SLACK} tensors")
-    return read_config(values, tensors.entries.keys())
+def _check_counts(values: dict[str, Any], tensors: int) -> None:
+    """Raises ValueError for numbers of layers or experts that the file cannot have, before anything is made for each."""
+    for name, value in values.items():
+        if re.search("layer|expert", name) and isinstance(value, int) and value > max(tensors, FEW):
+            raise ValueError(f"config.json: {name}={value}, but the file has {tensors} tensors")
 
 
 def _dtype(dtypes: set[str]) -> str:
@@ -121,7 +121,8 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
     if param.dims.startswith("L"):
         stack, _, name = path.split(".")[:3]
         layers = (cfg.encoder if stack == "encoder" else cfg).layers
-        numbers = [number for number, layer in enumerate(layers) if holds(layers, layer, name)]
+        kinds = {layer: holds(tuple(dict.fromkeys(layers)), layer, name) for layer in dict.fromkeys(layers)}
+        numbers = [number for number, layer in enumerate(layers) if kinds[layer]]
         names = {(row,): source.name.replace("{i}", str(number)) for row, number in enumerate(numbers)}
     if "{e}" in source.name:
         experts = range(cfg.experts.n_experts)
@@ -139,6 +140,12 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
     expected: dict[str, tuple[int, ...]] = {}
     sources: dict[str, Sources] = {}
     for path, param in spec.items():
+        counted = "LE" if "{e}" in table[path].name else "L"
+        sizes = zip(param.dims, param.shape(cfg), strict=True)
+        if (count := math.prod(size for letter, size in sizes if letter in counted)) > len(entries):
+            raise ValueError(
+                f"config.json asks for {count} tensors {table[path].name}; the file has {len(entries)} of all names"
+            )
         named = [(row, s._replace(name=_name(s.name, family, entries))) for row, s in sources_of(path, param, table[path], cfg)]
         expected |= {source.name: source.shape(sizes_of(param, cfg)) for _, source in named}
         sources[path] = named

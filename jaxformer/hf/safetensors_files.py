@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from jaxformer.config.textfile import read_bytes, require_regular
 from jaxformer.tokenizers.json_files import parse, read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
@@ -114,6 +115,7 @@ def _header(path: Path) -> dict[str, Entry]:
     """The entries of a safetensors file's header. Raises ValueError that names the file, before anything large is allocated."""
     from safetensors import SafetensorError, safe_open
 
+    require_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -145,8 +147,8 @@ class Msgpack:
         from flax.serialization import msgpack_restore
         from flax.traverse_util import flatten_dict
 
+        data = read_bytes(path)
         try:
-            data = path.read_bytes()
             _check_msgpack(data)
             tree = msgpack_restore(data)
         except Exception as error:  # msgpack raises many kinds for bytes that are not its own

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.components import nearest
+from jaxformer.config.textfile import require_regular
 from jaxformer.tokenizers import disk_cache, export, json_files, limited, train_sentencepiece
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.hf_tokenizer import Published
@@ -143,7 +144,8 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """
     if str(path) == "byte":
         return Bytes()
-    file = Path(os.path.expanduser(path))
+    file = Path(path).expanduser()
+    require_regular(file)
     if str(path) in KINDS and not file.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
     if file.is_dir():

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config.textfile import read_text, require_regular
 from jaxformer.tokenizers import json_files
 
 CONFIG = "tokenizer_config.json"
@@ -70,12 +71,13 @@ def _is_token(value: Any) -> bool:
 def _text(path: Path) -> str:
     try:
         json_files.check(path)
-        return path.read_text(encoding="utf-8-sig")
+        return read_text(path)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
 def _object(path: Path) -> dict[str, Any]:
+    require_regular(path)
     if not path.is_file():
         return {}
     try:

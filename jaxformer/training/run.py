@@ -16,6 +16,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import imported, nearest, required
 from jaxformer.config.strict import from_dict, import_paths, to_dict, to_json
+from jaxformer.config.textfile import read_text
 from jaxformer.nn import model
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import objective as objectives
@@ -131,7 +132,7 @@ def _values(directory: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
     with _named(directory):
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
         return migrated(values)
