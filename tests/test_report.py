@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from jaxformer.training.report import Report, draw_losses, records
+from jaxformer.training.records import draw_losses, records
+from jaxformer.training.report import Report
 
 
 def report(directory, start=0, steps=6, log_every=1, fetch=dict):

@@ -17,6 +17,8 @@ from jaxformer.parallel import multihost
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.directory import beginning, has_saved
+from jaxformer.training.failures import during
 
 BALANCE = ("balance_loss", "router_z_loss", "balance_rate")
 """What keeps experts in use comes with a published model, unless the run says otherwise."""
@@ -52,7 +54,7 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
     cannot be had together.
     """
     init, directory = config.init, Path(config.run_dir)
-    before = run.read_run(directory) if (directory / "config.json").exists() else None
+    before = run.begun(directory)
     if before is not None and before.init != init:
         sources = [i.folder or "fresh parameters" for i in (before.init, init)]
         raise ValueError(f"{directory} began from {sources[0]}, not from {sources[1]}; choose another --run-dir")
@@ -69,10 +71,11 @@ def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | No
 def write_run(directory: Path, config: run.Config, tok: Any) -> None:
     """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
     if multihost.first():
-        where, begins = config.init.folder, not (directory / "config.json").exists()
-        run.write_run(directory, config, tok)
-        if where is not None and begins:
-            copy_generation_config(locate(where, config.init.revision), directory)
+        where, begins = config.init.folder, not has_saved(directory)
+        with during(f"could not write to {directory}", directory), beginning(directory):
+            run.write_run(directory, config, tok)
+            if where is not None and begins:
+                copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")
 
 

@@ -27,6 +27,8 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
 from jaxformer.nn import model
+from jaxformer.parallel.ending import INTERRUPTED
+from jaxformer.training.console import replace_unprintable
 
 DEFAULT = Sampling(temperature=0.8)
 Prompt = str | list[dict[str, str]]
@@ -272,9 +274,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def launch() -> None:
     """The program: an error ends it with one line that says what was wrong."""
+    replace_unprintable()
     try:
         main()
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

@@ -2,8 +2,9 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
+
+from jaxformer.tokenizers import disk_cache
 
 GENERATION = "generation_config.json"
 REST = ("config.json", GENERATION, "tokenizer*", "special_tokens_map.json", "chat_template.jinja", "*.model")
@@ -32,7 +33,7 @@ def locate(path_or_id: str | os.PathLike, revision: str | None = None) -> Path:
 def copy_generation_config(source: Path, target: Path) -> None:
     """Copies generation_config.json, where there is one, from one folder of a model to another: no config of ours holds it."""
     if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, target / GENERATION)
+        disk_cache.write(target / GENERATION, (source / GENERATION).read_bytes())
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -53,7 +53,10 @@ def write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut could leave the name without the content
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from jaxformer.config import spec as specs
 from jaxformer.config.components import imported, nearest, required
 from jaxformer.config.strict import from_dict, to_json
 from jaxformer.nn import model
-from jaxformer.tokenizers import tokenizer
+from jaxformer.parallel import ending
+from jaxformer.tokenizers import disk_cache, tokenizer
 from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
+from jaxformer.training.directory import expanded, has_saved, is_unbegun
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
@@ -30,6 +31,13 @@ FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
 
 
+EXITS = (
+    f"Exit codes: {ending.FINISHED}, all steps are done; {ending.FAILED}, refused or failed, and standard error says why; 2, "
+    f"the command line could not be read; {ending.STOPPED}, stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: "
+    f"the same command goes on; {ending.INTERRUPTED}, stopped at once by a second Ctrl-C, or by one before the first step."
+)
+
+
 def parse(arguments: list[str], default: Path) -> Config:
     """``[CONFIG.py] [--field value ...]`` as a config; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
@@ -37,7 +45,8 @@ def parse(arguments: list[str], default: Path) -> Config:
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
+    about = f"{path.name}: {description}\n\n{EXITS}"
+    asked = tyro.cli(Config, default=config, args=rest, description=about, prog="train.py [CONFIG.py]")
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
         changed = [name for name in new if old[name] != new[name]]
@@ -46,6 +55,17 @@ def parse(arguments: list[str], default: Path) -> Config:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
     return asked
+
+
+def at_home(config: Config) -> Config:
+    """``config`` with the home directory for ``~`` in its paths. Raises ValueError as ``directory.expanded``."""
+    names = ("path", "validation_path", "target_path", "tokenizer")
+    paths: dict[str, Any] = {name: expanded(path) for name in names if (path := getattr(config.data, name)) is not None}
+    data = dataclasses.replace(config.data, **paths)
+    init = config.init
+    if init.folder is not None:
+        init = dataclasses.replace(init, folder=expanded(init.folder))
+    return dataclasses.replace(config, data=data, init=init, run_dir=expanded(config.run_dir))
 
 
 def read_config(path: Path) -> tuple[Config, str]:
@@ -64,18 +84,21 @@ def read_config(path: Path) -> tuple[Config, str]:
 
 
 def open_run(config: Config) -> tuple[Path, Any, list[str]]:
-    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began.
+    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began. A run that
+    has never saved a step has neither: it begins anew.
 
     Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
     """
     directory = Path(config.run_dir)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; choose another --run-dir")
-    if directory.is_dir() and not (directory / "config.json").exists() and any(directory.iterdir()):
+    if directory.is_dir() and not (directory / "config.json").exists() and not is_unbegun(directory):
         raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
-    if not (directory / "config.json").exists():
+    if (directory / "metrics.jsonl").is_dir():
+        raise ValueError(f"{directory / 'metrics.jsonl'} is a folder, where the records of the run belong")
+    before = begun(directory)
+    if before is None:
         return directory, None, []
-    before = read_run(directory)
     old, new = _fields(before), _fields(config)
     changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
     _refuse_architecture(before.model, config.model, changed, old, new, directory)
@@ -83,14 +106,21 @@ def open_run(config: Config) -> tuple[Path, Any, list[str]]:
     return directory, tokenizer.load(directory), notes
 
 
+def begun(directory: Path) -> Config | None:
+    """The config of the run in a directory; None where there is none, or one that has never saved a step. Raises ValueError for
+    a config.json that is no run's."""
+    if not (directory / "config.json").exists():
+        return None
+    before = read_run(directory)
+    return before if has_saved(directory) else None
+
+
 def write_run(directory: Path, config: Config, tok: Any) -> None:
     """Writes config.json and the tokenizer; from then on the run can be loaded and continued."""
     text = to_json(config)  # refuses before anything is written
     directory.mkdir(parents=True, exist_ok=True)
+    disk_cache.write(directory / "config.json", text.encode())
     tok.save(directory)
-    partial = directory / "config.json.tmp"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, directory / "config.json")
 
 
 def read_run(directory: Path) -> Config:
