@@ -62,6 +62,7 @@ class _Output:
 
 def show_log(console: Console) -> None:
     """Prints the library's log messages on the console, such as which kernel computes attention."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what fails in Orbax's threads is raised by its next call as well
     log = logging.getLogger("jaxformer")
     if console.quiet:  # not the first of several processes: warnings go where they would without a console
         return

@@ -46,21 +46,21 @@ def expanded(path: str) -> str:
 def saved_steps(directory: Path) -> list[int]:
     """The steps that a run has saved, in order; whether each can be read is for ``Checkpoints`` to say."""
     with contextlib.suppress(OSError):
-        return sorted(int(entry.name) for entry in os.scandir(directory / CHECKPOINTS) if entry.name.isdecimal())
+        return sorted(int(name) for name in os.listdir(directory / CHECKPOINTS) if name.isdecimal())
     return []
 
 
 def has_saved(directory: Path) -> bool:
     """Whether a run has ever saved a step, broken ones included: what it holds is then no longer free to change."""
     try:
-        return any(".orbax-checkpoint-tmp" not in entry.name for entry in os.scandir(directory / CHECKPOINTS))
+        return any(".orbax-checkpoint-tmp" not in name for name in os.listdir(directory / CHECKPOINTS))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def is_unbegun(directory: Path) -> bool:
     """Whether a directory without config.json holds nothing but what a start leaves that was killed at once."""
-    return all(_LEFT.fullmatch(entry.name) for entry in os.scandir(directory)) and not has_saved(directory)
+    return all(map(_LEFT.fullmatch, os.listdir(directory))) and not has_saved(directory)
 
 
 def set_aside(path: Path, ending: str) -> Path:

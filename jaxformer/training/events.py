@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ class Events:
 
             folder.mkdir(exist_ok=True)
             # Files are named by the second: without the suffix, a quick restart would empty its predecessor's.
-            self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+            self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns():020}")
             self._writer.write_event(Event(step=first_step, file_version="brain.Event:2"))
             self._writer.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
