@@ -137,8 +137,8 @@ def _held(directory: Path) -> Iterator[Lock]:
         if file is not None:
             path.unlink(missing_ok=True)  # while it is still held: see _take
             os.close(file)
-        with contextlib.suppress(OSError):  # not empty
-            for folder in made:
+        for folder in made:
+            with contextlib.suppress(OSError):  # not empty, or never made
                 folder.rmdir()
 
 
