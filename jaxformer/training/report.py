@@ -136,7 +136,7 @@ class Report:
             self._events.text(step, "sample", f"```\n{text}\n```")
         self.console.rule(Text(title), align="left", style="dim")
         self.console.print(Text(text))
-        self.console.rule(style="dim")
+        self.console.rule(characters="-" if self.console.options.ascii_only else "─", style="dim")
 
     def _open(self) -> None:
         if self._file is None and self._writes:
