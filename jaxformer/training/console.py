@@ -68,3 +68,5 @@ def show_log(console: Console) -> None:
         return
     log.handlers = [RichHandler(console=console, show_time=False, show_path=False, show_level=False)]
     log.setLevel(logging.INFO)
+    # Importing Orbax gives the root logger a handler of its own, which would print everything once more.
+    log.propagate = any(type(handler) is not logging.StreamHandler for handler in logging.getLogger().handlers)

@@ -128,7 +128,7 @@ class Report:
         try:
             records.draw_losses(self._path, image)
         except Exception as error:  # of the file system, of matplotlib, of fonts: none is worth a run
-            log.warning("%s is not drawn: %s", image, error)
+            log.warning("%s is not drawn: %s", image, getattr(error, "strerror", None) or error)
 
     def sample(self, step: int, title: str, text: str) -> None:
         """Prints a sample of the model's output, and writes it to the events."""
