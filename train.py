@@ -31,9 +31,9 @@ from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.training import evaluate, run
 from jaxformer.training.console import replace_unprintable, show_log
 from jaxformer.training.directory import Lock, locked
-from jaxformer.training.failures import during
+from jaxformer.training.failures import during, ignore_closed_loops
 from jaxformer.training.records import validation_at
-from jaxformer.training.report import Report, placements, results
+from jaxformer.training.report import Report, placements, results, stopped
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
@@ -65,11 +65,7 @@ def train_run(config: run.Config, lock: Lock) -> int:
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
     checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
     restored = checkpoints.restore(placement.like(abstract))
-    start = 0 if restored is None else int(restored.step)
-    if start > train.steps:
-        raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    if start < train.steps:
-        lock.require()
+    start = first_step(lock, restored, train.steps)
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
@@ -106,12 +102,23 @@ def train_run(config: run.Config, lock: Lock) -> int:
             params = training.ema_params(current.opt_state, current.params)
             score["exact match"] = evaluate.exact_match(params, cfg, tok, corpus.test_pairs, config.data.length)
         best = checkpoints.best_step()
-    if not is_done:
-        message = f"Stopped after step {int(current.step)}, saved in {directory}. The same command resumes from there."
-        report.console.print(message, soft_wrap=True)
-        return ending.STOPPED
-    results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
-    return ending.FINISHED
+    if is_done:
+        seconds = time.perf_counter() - began if start < train.steps else None
+        results(report.console, train.steps, directory, score, best, seconds)
+    else:
+        stopped(report.console, int(current.step), directory)
+    return ending.FINISHED if is_done else ending.STOPPED
+
+
+def first_step(lock: Lock, restored: Any, steps: int) -> int:
+    """The step that training goes on from. Raises where it is past ``steps``, or nothing can be written and there is training
+    to do."""
+    start = 0 if restored is None else int(restored.step)
+    if start > steps:
+        raise ValueError(f"{lock.directory} is at step {start} already, past train.steps={steps}")
+    if start < steps:
+        lock.require()
+    return start
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
@@ -161,6 +168,7 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     replace_unprintable()
+    ignore_closed_loops()
     try:
         config = run.parse(arguments, DEFAULT)
         with multihost.joined(config.distributed):

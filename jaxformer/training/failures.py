@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def during(what: str, directory: Path, kind: type[Exception] = Exception) -> Ite
         steps = saved_steps(directory)
         safe = f"the last saved step is {steps[-1]}, from which" if steps else "no step has been saved yet;"
         raise Failed(f"{what}: {reason}; {safe} the same command goes on when this has been put right") from error
+
+
+def ignore_closed_loops() -> None:
+    """From now on nothing is printed for callbacks that TensorStore makes to an event loop of Orbax's that a failed save has
+    closed already: the failure itself is raised."""
+    before = sys.unraisablehook
+
+    def hook(raised) -> None:
+        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+            before(raised)
+
+    sys.unraisablehook = hook
 
 
 def _reason(error: BaseException) -> str | None:

@@ -169,6 +169,11 @@ def results(
     console.print(table)
 
 
+def stopped(console: Console, step: int, directory: Path) -> None:
+    """Prints where a run that was asked to stop can be gone on with."""
+    console.print(f"Stopped after step {step}, saved in {directory}. The same command resumes from there.", soft_wrap=True)
+
+
 def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
     """Prints where every parameter lies (``sharding.table``)."""
     table = Table(title="Parameters on the mesh", title_justify="left")
