@@ -54,12 +54,7 @@ def train_run(config: run.Config, lock: Lock) -> int:
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg)
     train = config.train
-    if train.sample_tokens and not cfg.encoder_layers:
-        tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
-    multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
-    multihost.agree("configuration", config)
-    check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
-
+    check(config, mesh, corpus)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
@@ -108,6 +103,17 @@ def train_run(config: run.Config, lock: Lock) -> int:
     else:
         stopped(report.console, int(current.step), directory)
     return ending.FINISHED if is_done else ending.STOPPED
+
+
+def check(config: run.Config, mesh: Mesh, corpus: data.Data) -> None:
+    """Raises ValueError for a prompt without tokens, for processes that were given different things, and for rows that the
+    devices cannot share: before any work is done."""
+    train, tok = config.train, corpus.tokenizer
+    if train.sample_tokens and not config.model.encoder_layers:
+        tok.encode(train.prompt)
+    multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
+    multihost.agree("configuration", config)
+    check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
 
 
 def first_step(lock: Lock, restored: Any, steps: int) -> int:

@@ -55,19 +55,19 @@ def _reason(error: BaseException) -> str | None:
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
-        one = pending.pop(0)
-        if one is None or any(one is other for other in seen):
+        raised = pending.pop(0)
+        if raised is None or any(raised is other for other in seen):
             continue
-        seen.append(one)
-        if isinstance(one, OSError) and one.errno is not None:
-            where = one.filename2 or one.filename
+        seen.append(raised)
+        if isinstance(raised, OSError) and raised.errno is not None:
+            where = raised.filename2 or raised.filename
             shown = os.fsdecode(where) if isinstance(where, str | bytes) else None
-            return f"{shown}: {one.strerror}" if shown else f"{one.strerror}"
-        if not isinstance(one, OSError):
-            text = str(one)
+            return f"{shown}: {raised.strerror}" if shown else f"{raised.strerror}"
+        if not isinstance(raised, OSError):
+            text = str(raised)
             named = next((reason for reason in _REASONS if reason in text), None)
             path = re.search(r"[\"'](/[^\"']+)[\"']", text)
             if named is not None:
                 return f"{path[1]}: {named}" if path else named
-        pending += [*getattr(one, "exceptions", ()), one.__cause__, one.__context__]
+        pending += [*getattr(raised, "exceptions", ()), raised.__cause__, raised.__context__]
     return None

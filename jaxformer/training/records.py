@@ -28,8 +28,10 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 def validation_at(path: Path, step: int) -> dict[str, float]:
     """The metrics of the evaluation after a step; empty if there was none."""
-    found = [record for record in records(path) if record.get("step") == step and record.get("kind") == "validation"]
-    return {name: value for name, value in found[-1].items() if name != "step" and _is_number(value)} if found else {}
+    evaluations = [record for record in records(path) if record.get("step") == step and record.get("kind") == "validation"]
+    return (
+        {name: value for name, value in evaluations[-1].items() if name != "step" and _is_number(value)} if evaluations else {}
+    )
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -53,7 +55,7 @@ def keep_until(path: Path, step: int) -> None:
 
 def _lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Lines with their records, None for a line that holds none. Lines with NaN, as earlier versions wrote, are rewritten."""
-    found: list[tuple[bytes, dict[str, Any] | None]] = []
+    lines: list[tuple[bytes, dict[str, Any] | None]] = []
     for line in content.removesuffix(b"\n").split(b"\n") if content else ():
         constants: list[str] = []
         try:
@@ -62,8 +64,8 @@ def _lines(content: bytes) -> list[tuple[bytes, dict[str, Any] | None]]:
             record = None
         if not isinstance(record, dict):
             record = None
-        found.append((json.dumps(record).encode() if constants and record is not None else line, record))
-    return found
+        lines.append((json.dumps(record).encode() if constants and record is not None else line, record))
+    return lines
 
 
 def _is_after(record: dict[str, Any], step: int) -> bool:
