@@ -1,10 +1,15 @@
 """Train a transformer: ``python train.py [CONFIG.py] [--field value ...]``. ``--help`` explains every field.
 
 The same command with the same run directory continues from the last checkpoint, exactly.
+
+Exit codes: 0, all steps are done; 1, refused or failed, and standard error says why; 2, the command line could not be read; 75,
+stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: the same command goes on; 130, stopped at once by a second
+Ctrl-C, or by one before the first step.
 """
 
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,22 +18,36 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from rich.text import Text
 
 from jaxformer import data, training
 from jaxformer.cli import pretrained, suitable
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
-from jaxformer.parallel import multihost
+from jaxformer.parallel import ending, multihost
+from jaxformer.parallel.ending import stopping
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.training import evaluate, run
+from jaxformer.training.console import replace_unprintable, show_log
+from jaxformer.training.directory import Lock, locked
+from jaxformer.training.failures import during, ignore_closed_loops
 from jaxformer.training.guard import Guard
-from jaxformer.training.report import Report, placements, results, show_log
+from jaxformer.training.records import validation_at
+from jaxformer.training.report import Report, placements, results, stopped
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
 
-def main(config: run.Config, trust: bool = False) -> None:
+def main(config: run.Config, trust: bool = False) -> int:
+    """Trains, or shows the results of a run that is finished. Gives the exit code."""
+    config = run.at_home(config)
+    with locked(config.run_dir) as lock, during("could not go on", lock.directory, OSError):
+        return train_run(config, lock, trust)
+
+
+def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
+    """Trains in a directory that no other process writes to."""
     config, pretrained_tok, read = pretrained.begin(config, trust)
     directory, tok, changes = run.open_run(config, trust)
     suitable.check(config, mesh := config.mesh.make())
@@ -43,50 +62,63 @@ def main(config: run.Config, trust: bool = False) -> None:
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
     checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
     restored = checkpoints.restore(placement.like(abstract))
-    start = 0 if restored is None else int(restored.step)
-    if start > train.steps:
-        raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    pretrained.write_run(directory, config, corpus)  # from here on nothing is refused
+    start = first_step(lock, restored, train.steps)
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
-    score: dict[str, float] = {}
+    score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
     report = Report(directory, start, train.steps, train.log_every, guard.fetch)
-    with checkpoints, report, multihost.stopping() as stop, placement.within():
+    with checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
-        for step in range(start + 1, train.steps + 1):
+        for step in report.timed(range(start + 1, train.steps + 1)):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
-            report.train(step, metrics)
+            if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
+                pretrained.write_run(directory, config, corpus)
+            report.train(step, metrics, is_due := step % train.eval_every == 0 or step == train.steps)
             guard.compare(step, state.params)
-            if step % train.eval_every == 0 or step == train.steps:
+            if is_due:
                 current = placement.get_state(state)
                 params = training.ema_params(current.opt_state, current.params)
                 held_out = map(placement.put_evaluation, corpus.validation)
                 score = evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
                 report.validation(step, score)
-                checkpoints.save(current, score.get("loss"))
+                with during(f"could not save step {step}", directory):
+                    checkpoints.save(current, score.get("loss"))
+                report.draw()
                 if train.sample_tokens:
                     report.sample(step, *sample(params, config, corpus))
             if stop():
                 break
         report.settle()  # an update that failed is not saved
         current = placement.get_state(state)
-        checkpoints.save(current)  # does nothing unless training stopped between evaluations
-        checkpoints.wait()
+        with during(f"could not save step {int(current.step)}", directory):
+            checkpoints.save(current)  # does nothing unless training stopped between evaluations
+            checkpoints.wait()
         is_done = int(current.step) == train.steps
         if is_done and corpus.test_pairs:
             params = training.ema_params(current.opt_state, current.params)
             score["exact match"] = evaluate.exact_match(params, cfg, tok, corpus.test_pairs, config.data.length)
         best = checkpoints.best_step()
     if is_done:
-        results(report.console, train.steps, directory, score, best, time.perf_counter() - began)
+        seconds = time.perf_counter() - began if start < train.steps else None
+        results(report.console, train.steps, directory, score, best, seconds)
     else:
-        report.console.print(
-            f"Stopped after step {int(current.step)}, saved in {directory}. The same command resumes from there."
-        )
+        stopped(report.console, int(current.step), directory)
+    return ending.FINISHED if is_done else ending.STOPPED
+
+
+def first_step(lock: Lock, restored: Any, steps: int) -> int:
+    """The step that training goes on from. Raises where it is past ``steps``, or nothing can be written and there is training
+    to do."""
+    start = 0 if restored is None else int(restored.step)
+    if start > steps:
+        raise ValueError(f"{lock.directory} is at step {start} already, past train.steps={steps}")
+    if start < steps:
+        lock.require()
+    return start
 
 
 def agree(config: run.Config, corpus: data.Data, mesh: Mesh) -> None:
@@ -129,26 +161,32 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     """Prints what is about to be trained, on which devices and data."""
     cfg = config.model
     show_log(console)
-    console.print(f"[bold]{specs.count(model.spec(cfg), cfg):,}[/] parameters; devices: {', '.join(map(str, jax.devices()))}")
+    count = (f"{specs.count(model.spec(cfg), cfg):,}", "bold")
+    console.print(Text.assemble(count, f" parameters; devices: {', '.join(map(str, jax.devices()))}"))
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if start:
-        console.print(f"resuming from step {start} in {config.run_dir}")
+        console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)
     for change in changes:
-        console.print(f"[yellow]differs from how the run began[/]: {change}")
+        console.print(Text.assemble(("differs from how the run began", "yellow"), f": {change}"), soft_wrap=True)
 
 
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
+    replace_unprintable()
+    ignore_closed_loops()
     try:
         command = run.parse(arguments, DEFAULT)
         with multihost.joined(command.config.distributed):
             config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())
-            main(config, command.trust)  # one run, whatever the number of processes
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+            code = main(config, command.trust)  # one run, whatever the number of processes
+    except KeyboardInterrupt:
+        os._exit(ending.INTERRUPTED)  # Python's own exit would wait for threads that save
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer.parallel.ending import STOPPED
 from jaxformer.parallel.multihost import DistributedConfig, joined
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
@@ -73,8 +74,9 @@ def counted(stream, starts_B, *args):
 train.Report.train, train.data.iterate, packing.windows = hooked, kept, counted
 
 def main(config, main=train.main):
-    main(config)
+    code = main(config)
     np.savez(f"{folder}/{process}.npz", used=np.array(used), made=np.array(made))
+    return code
 
 train.main = main
 train.launch(sys.argv[5:])
@@ -223,7 +225,7 @@ def test_tensors_over_two_processes(runs):
 def test_asked_to_stop_one_all_stop_at_the_same_step_and_one_process_goes_on(runs):
     all_ended(runs.one)
     stopped = runs.start("stopped", 2, does=(1, 3, "stop"))
-    all_ended(stopped)
+    all_ended(stopped, STOPPED)
     assert "Stopped after step 4, saved" in stopped[0].out  # the answer to a step's question comes with the next
     went_on = runs.start("stopped", 1, devices=2)
     all_ended(went_on)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer.parallel.ending import STOPPED
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 
@@ -65,7 +66,7 @@ def hooked(self, step, metrics):
         os.kill(os.getpid(), signal.SIGINT)
 
 train.Report.train = hooked
-train.main(train.run.parse(sys.argv[3:], train.DEFAULT).config)
+train.launch(sys.argv[3:])
 """
 
 
@@ -202,7 +203,7 @@ def test_killed_and_gone_on_with_equals_uninterrupted(trainer, config, kind):
 def test_stopped_and_gone_on_with_equals_uninterrupted(trainer, config, step):
     whole = trainer.whole[config, "jit"].result()
     stopped = trainer.stopped[step].result()
-    out = " ".join(ended(stopped.processes[0]).split())
+    out = " ".join(ended(stopped.processes[0], STOPPED).split())
     assert f"Stopped after step {step}" in out
     assert str(stopped.directory) in out.replace(" ", "") and "same command resumes" in out
     assert f"resuming from step {step}" in ended(stopped.processes[1])

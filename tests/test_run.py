@@ -15,7 +15,7 @@ import tiny
 import jaxformer as jf
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import evaluate, run
-from jaxformer.training.report import records
+from jaxformer.training.records import records
 
 ROOT = Path(__file__).parent.parent
 MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=1, n_heads=2)

@@ -24,6 +24,8 @@ from jaxformer.tokenizers.json_files import read_json
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.digest import summaries
+from jaxformer.training.directory import beginning
+from jaxformer.training.failures import during
 
 BALANCE = ("balance_loss", "router_z_loss", "balance_rate")
 """What keeps experts in use comes with a published model, unless the run says otherwise."""
@@ -88,11 +90,12 @@ def write_run(directory: Path, config: run.Config, corpus: Data) -> None:
     tokenizer's eos."""
     if multihost.first():
         where = config.init.folder
-        run.write_run(directory, config, corpus.tokenizer)
-        texts.write(directory, config.data, corpus)
-        if where is not None and not (directory / GENERATION).exists():
-            with contextlib.suppress(FileNotFoundError):  # a run that goes on does not need the folder it began from
-                copy_generation_config(locate(where, config.init.revision), directory)
+        with during(f"could not write to {directory}", directory), beginning(directory):
+            run.write_run(directory, config, corpus.tokenizer)
+            texts.write(directory, config.data, corpus)
+            if where is not None and not (directory / GENERATION).exists():
+                with contextlib.suppress(FileNotFoundError):  # a run that goes on does not need the folder it began from
+                    copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")
 
 

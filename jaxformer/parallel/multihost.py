@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxformer.config.strict import Strict, to_json, within
+from jaxformer.parallel.ending import FAILED, INTERRUPTED
 
 LOST = "error: another process was lost ({}). The same command goes on from the last checkpoint, on any number of processes."
 _SIGNS = re.compile(
@@ -98,7 +98,7 @@ def joined(config: DistributedConfig) -> Iterator[None]:
 
 def _start(config: DistributedConfig) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which ``stopping`` is for
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which ``ending.stopping`` is for
     where = "no cluster that JAX knows" if config.auto else f"of {config.num_processes}, process 0 at {config.coordinator}"
     alone = f"error: the processes did not find each other within {config.start_timeout} s ({where})"
     _speak_when_aborted(alone)
@@ -128,11 +128,13 @@ def _refuse_strangers() -> None:
 
 def _end(error: BaseException) -> None:
     """Ends this process at once. To wait for the others, as Python's exit does, would be to wait for those that hang."""
-    code = 1
+    code = FAILED
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         _say(f"{error.code}\n" if isinstance(error.code, str) else "")
-    elif isinstance(error, ValueError | FileNotFoundError | FloatingPointError):
+    elif isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
+    elif isinstance(error, ValueError | OSError | FloatingPointError) and not isinstance(error, ConnectionError):
         _say(f"error: {error}\n")
         time.sleep(1)  # what is refused here is refused by all: each says so before this one's end ends it
     elif _SIGNS.search(str(error)):
@@ -154,7 +156,7 @@ def _speak_when_aborted(words: str) -> None:
 
     def speak(number: int) -> None:
         os.write(2, (words + "\n").encode())
-        os._exit(1)
+        os._exit(FAILED)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(speak)
     _HANDLERS.append(handler)
@@ -230,39 +232,3 @@ def put(tree: Any, shardings: Any) -> Any:
     if isinstance(shardings, jax.sharding.Sharding):
         return jax.tree.map(lambda x: put_one(x, shardings), tree)
     return jax.tree.map(put_one, tree, shardings)
-
-
-@contextlib.contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """A function that every process calls once a step: whether one of them has been asked to stop, by Ctrl-C or SIGTERM.
-
-    All get the same answer at the same step. With several, it is that of the step before, so that nobody waits for it. A
-    second Ctrl-C stops at once.
-    """
-    asked: list[int] = []
-
-    def ask(number, frame):
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield (lambda: bool(asked)) if jax.process_count() == 1 else _anyone(asked)
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _anyone(asked: list[int]) -> Callable[[], bool]:
-    mesh = Mesh(np.asarray(jax.devices()), ("all",))
-    each, all_ = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
-    any_ = jax.jit(lambda x: x.any(), out_shardings=all_)
-    before: list[jax.Array] = []
-
-    def stop() -> bool:
-        asked_here = bool(asked)
-        before.append(any_(jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([asked_here]))))
-        return len(before) > 1 and bool(before.pop(0))
-
-    return stop

@@ -1,54 +1,47 @@
 """Reports of a run: progress bar, metrics.jsonl, TensorBoard events, loss.png."""
 
-import json
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from jaxformer.parallel import multihost
+from jaxformer.training import records
+from jaxformer.training.console import RunConsole
+from jaxformer.training.events import Events
+from jaxformer.training.failures import during
 
+log = logging.getLogger(__name__)
 PLAIN_EVERY = 10.0
 """Seconds between lines of progress where the output is not a terminal, which gets no progress bar."""
 
 
-def show_log(console: Console) -> None:
-    """Prints the library's log messages on the console, such as which kernel computes attention."""
-    log = logging.getLogger("jaxformer")
-    if console.quiet:  # not the first of several processes: warnings go where they would without a console
-        return
-    log.handlers = [RichHandler(console=console, show_time=False, show_path=False, show_level=False)]
-    log.setLevel(logging.INFO)
-
-
 class Report:
-    """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. Records after ``start`` (of
-    updates that a crash has undone) are dropped. ``fetch(step, metrics)`` turns a step's metrics into floats, and raises
-    FloatingPointError where they are to stop the run. With several processes, only the first prints and writes anything."""
+    """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. ``fetch(step, metrics)`` gives
+    metrics as floats, and raises FloatingPointError where they are to stop the run. With several processes, only the first
+    prints and writes anything.
+
+    Nothing is written before the first update: then records after ``start`` (of updates that a crash has undone) are dropped.
+    """
 
     def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[int, Any], dict[str, float]]):
-        from tensorboardX import SummaryWriter
-
         self._writes = multihost.first()
-        self.directory, self.console = directory, Console(highlight=False, quiet=not self._writes)
-        self._path = directory / "metrics.jsonl" if self._writes else Path(os.devnull)
-        if self._writes:
-            _keep_until(self._path, start)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1, write_to_disk=self._writes)
-        self._steps, self._log_every, self._fetch = steps, log_every, fetch
+        self.directory, self.console = directory, RunConsole(quiet=not self._writes)
+        self._path = directory / "metrics.jsonl"
+        self._file: BinaryIO | None = None
+        self._events: Events | None = None
+        self._start, self._steps, self._log_every, self._fetch = start, steps, log_every, fetch
         self._pending: tuple[int, Any] | None = None
         self._clock: float | None = None
-        self._first, self._tokens, self._last_plain = start, 0.0, -math.inf
+        self._since: float | None = None
+        self._spent, self._tokens, self._first, self._last_plain = 0.0, 0.0, start, -math.inf
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -71,14 +64,32 @@ class Report:
                 self.settle()
         finally:
             self._bar.stop()
-            self._file.close()
-            self._events.close()
+            if self._file is not None:
+                self._file.close()
+            if self._events is not None:
+                self._events.close()
 
-    def train(self, step: int, metrics: Any) -> None:
+    def timed(self, steps: Iterable[int]) -> Iterator[int]:
+        """The steps, while the time of training alone is taken: without compiling, and without what follows a ``train`` that
+        says that an evaluation does."""
+        for step in steps:
+            if self._since is None and step > self._start + 1:
+                self.settle()  # waits for the devices: from here on their time counts
+                self._since = time.perf_counter()
+            yield step
+
+    def train(self, step: int, metrics: Any, evaluates: bool = False) -> None:
         """To be called when update ``step`` has been dispatched. Its metrics are shown when the next one has been: reading them
-        at once would wait for the devices."""
+        at once would wait for the devices. evaluates: an evaluation comes next; they are shown now, and the clock stops."""
+        self._open()
         self.settle()
         self._pending = (step, metrics)
+        if evaluates:
+            self.settle()
+            self._spent, self._since = self._training_seconds(), None
+
+    def _training_seconds(self) -> float:
+        return self._spent + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     def settle(self) -> None:
         """Waits for the update before and shows its metrics. Raises FloatingPointError where they are to stop the run."""
@@ -90,51 +101,77 @@ class Report:
             self._clock, self._first = time.perf_counter(), step
         else:
             self._tokens += metrics["weight"]
-        elapsed = time.perf_counter() - self._clock
-        speed = self._tokens / max(elapsed, 1e-9)
-        shown = f"loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s"
+        seconds = self._training_seconds()
+        speed = self._tokens / seconds if seconds > 0 else 0.0
+        shown = f"loss {metrics['loss']:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
         self._bar.update(self._task, completed=step, shown=shown)
         if step % self._log_every == 0:
-            self._write(step, "train", metrics | ({"tokens_per_second": speed} if step > self._first else {}))
+            self._write(step, "train", metrics | ({"tokens_per_second": speed} if speed else {}))
         if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY and step > self._first:
             self._last_plain = time.perf_counter()
-            left = (self._steps - step) * elapsed / (step - self._first)
+            left = (self._steps - step) * (time.perf_counter() - self._clock) / (step - self._first)
             self.console.print(f"step {step}/{self._steps}  {shown}  left {left / 60:.1f} min")
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes, prints and draws the metrics of an evaluation."""
+        """Writes and prints the metrics of an evaluation."""
         self.settle()
         if metrics:
             self._write(step, "validation", metrics)
-            self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))
-        if self._writes:
-            draw_losses(self._path, self.directory / "loss.png")
+            values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.console.print(Text.assemble((f"step {step}", "bold"), f"  validation {values}"))
+
+    def draw(self) -> None:
+        """Draws loss.png; only warns where that fails."""
+        if not self._writes:
+            return
+        image = self.directory / "loss.png"
+        try:
+            records.draw_losses(self._path, image)
+        except Exception as error:  # of the file system, of matplotlib, of fonts: none is worth a run
+            log.warning("%s is not drawn: %s", image, getattr(error, "strerror", None) or error)
 
     def sample(self, step: int, title: str, text: str) -> None:
         """Prints a sample of the model's output, and writes it to the events."""
-        self._events.add_text("sample", f"```\n{text}\n```", step)
-        self.console.rule(title, align="left", style="dim")
+        if self._events is not None:
+            self._events.text(step, "sample", f"```\n{text}\n```")
+        self.console.rule(Text(title), align="left", style="dim")
         self.console.print(Text(text))
-        self.console.rule(style="dim")
+        self.console.rule(characters="-" if self.console.options.ascii_only else "─", style="dim")
+
+    def _open(self) -> None:
+        if self._file is None and self._writes:
+            with during(f"could not continue {self._path}", self.directory):
+                records.keep_until(self._path, self._start)
+                self._file = self._path.open("ab", buffering=0)  # a line that fails leaves nothing to be written again
+            self._events = Events(self.directory / "tensorboard", self._start + 1)
 
     def _write(self, step: int, kind: str, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, "kind": kind} | metrics) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            self._events.add_scalar(f"{kind}/{name}", value, step)
-        self._events.flush()
+        if self._file is None or self._events is None:
+            return
+        line = records.line_of({"step": step, "kind": kind} | metrics)
+        with during(f"could not write to {self._path}", self.directory):
+            while line:  # a disk that fills up takes a part, and refuses the rest
+                line = line[self._file.write(line) :]
+        self._events.scalars(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
 
-def results(console: Console, steps: int, directory: Path, score: dict[str, float], best: int | None, seconds: float) -> None:
-    """Prints the results of a finished run, and where they are."""
-    rows = {name: f"{value:.4f}" for name, value in score.items()}
-    rows |= {"best checkpoint": str(best), "time": f"{seconds:.0f} s"}
+def results(
+    console: Console, steps: int, directory: Path, score: dict[str, float], best: int | None, seconds: float | None
+) -> None:
+    """Prints the results of a finished run, and where they are. seconds: how long it took; None if it was finished before."""
+    rows = {name: f"{value:.4f}" for name, value in score.items()} | {"best checkpoint": str(best)}
+    rows |= {"time": f"{seconds:.0f} s"} if seconds is not None else {}
     rows |= {"curves": f"{directory}/loss.png, tensorboard --logdir {directory}", "records": f"{directory}/metrics.jsonl"}
     rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"}
     table = Table(title=f"Results after {steps} steps", show_header=False, title_justify="left")
     for row in rows.items():
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
+
+
+def stopped(console: Console, step: int, directory: Path) -> None:
+    """Prints where a run that was asked to stop can be gone on with."""
+    console.print(f"Stopped after step {step}, saved in {directory}. The same command resumes from there.", soft_wrap=True)
 
 
 def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
@@ -143,39 +180,5 @@ def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
     for name in ("parameter", "letters", "shape", "on"):
         table.add_column(name)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
-
-
-def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl, without a last line that a crash cut short."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
-
-
-def draw_losses(path: Path, image: Path) -> None:
-    """Training and validation loss against the step, as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss")
-    for kind, style in (("train", {"linewidth": 0.8, "alpha": 0.7}), ("validation", {"marker": "o"})):
-        points = [(r["step"], r["loss"]) for r in records(path) if r["kind"] == kind]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=kind, **style)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    partial = image.with_suffix(".tmp.png")
-    figure.savefig(partial, dpi=120)
-    os.replace(partial, image)
-
-
-def _keep_until(path: Path, step: int) -> None:
-    kept = [json.dumps(record) + "\n" for record in records(path) if record["step"] <= step]
-    partial = path.with_suffix(".tmp")
-    partial.write_text("".join(kept), encoding="utf-8")
-    os.replace(partial, path)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from jaxformer.config.components import imported, nearest, required
 from jaxformer.config.strict import from_dict, import_paths, to_dict, to_json
 from jaxformer.config.textfile import read_text
 from jaxformer.nn import model
-from jaxformer.tokenizers import tokenizer
+from jaxformer.parallel import ending
+from jaxformer.tokenizers import disk_cache, tokenizer
 from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
+from jaxformer.training.directory import expanded, has_saved, is_unbegun
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
@@ -32,6 +33,13 @@ FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
 
 
+EXITS = (
+    f"Exit codes: {ending.FINISHED}, all steps are done; {ending.FAILED}, refused or failed, and standard error says why; 2, "
+    f"the command line could not be read; {ending.STOPPED}, stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: "
+    f"the same command goes on; {ending.INTERRUPTED}, stopped at once by a second Ctrl-C, or by one before the first step."
+)
+
+
 def parse(arguments: list[str], default: Path) -> Command:
     """``[CONFIG.py] [--field value ...]`` as a command; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
@@ -39,7 +47,7 @@ def parse(arguments: list[str], default: Path) -> Command:
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    about = f"{path.name}: {description}"
+    about = f"{path.name}: {description}\n\n{EXITS}"
     command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog="train.py [CONFIG.py]")
     asked = command.config
     if asked.init.folder is not None:
@@ -50,6 +58,17 @@ def parse(arguments: list[str], default: Path) -> Command:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
     return command
+
+
+def at_home(config: Config) -> Config:
+    """``config`` with the home directory for ``~`` in its paths. Raises ValueError as ``directory.expanded``."""
+    names = ("path", "validation_path", "target_path", "tokenizer")
+    paths: dict[str, Any] = {name: expanded(path) for name in names if (path := getattr(config.data, name)) is not None}
+    data = dataclasses.replace(config.data, **paths)
+    init = config.init
+    if init.folder is not None:
+        init = dataclasses.replace(init, folder=expanded(init.folder))
+    return dataclasses.replace(config, data=data, init=init, run_dir=expanded(config.run_dir))
 
 
 def read_config(path: Path) -> tuple[Config, str]:
@@ -68,16 +87,18 @@ def read_config(path: Path) -> tuple[Config, str]:
 
 
 def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]:
-    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began. trust: as of
-    ``read_former``.
+    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began. A run that
+    has never saved a step has neither: it begins anew. trust: as of ``read_former``.
 
     Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
     """
     directory = Path(config.run_dir)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; choose another --run-dir")
-    if directory.is_dir() and not (directory / "config.json").exists() and any(directory.iterdir()):
+    if directory.is_dir() and not (directory / "config.json").exists() and not is_unbegun(directory):
         raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
+    if (directory / "metrics.jsonl").is_dir():
+        raise ValueError(f"{directory / 'metrics.jsonl'} is a folder, where the records of the run belong")
     before = read_former(config, trust)
     if before is None:
         return directory, None, []
@@ -92,10 +113,8 @@ def write_run(directory: Path, config: Config, tok: Any) -> None:
     """Writes config.json and the tokenizer; from then on the run can be loaded and continued."""
     text = to_json(config)  # refuses before anything is written
     directory.mkdir(parents=True, exist_ok=True)
+    disk_cache.write(directory / "config.json", text.encode())
     tok.save(directory)
-    partial = directory / "config.json.tmp"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, directory / "config.json")
 
 
 def read_run(directory: Path, trust: bool = False) -> Config:
@@ -107,7 +126,7 @@ def read_run(directory: Path, trust: bool = False) -> Config:
 
 
 def read_former(config: Config, trust: bool = False) -> Config | None:
-    """The config of the run that ``config`` continues, None where its directory holds none yet.
+    """The config of the run that ``config`` continues; None where its directory holds none, or one that has never saved a step.
 
     It may name the import paths that ``config`` names itself. Another objective, optimizer or data set is only compared, never
     imported. Raises ValueError, before anything is imported, for components at other import paths: as of another architecture
@@ -116,14 +135,17 @@ def read_former(config: Config, trust: bool = False) -> Config | None:
     directory = Path(config.run_dir)
     if not (directory / "config.json").exists():
         return None
-    values = _values(directory)
+    values, is_saved = _values(directory), has_saved(directory)
     theirs, ours = import_paths(Config, values), import_paths(Config, to_dict(config))
     others = [name for name in theirs if name.startswith("model.") and not set(theirs[name]) <= set(ours.get(name, ()))]
+    if others and not is_saved:
+        return None
     if others and config.init.folder is None:
         lines = [f"  {name}: {', '.join(theirs[name])} there, {getattr(config.model, name[6:])} now" for name in others]
         raise ValueError("\n".join([_another(directory), *lines]))
     with _named(directory):
-        return from_dict(Config, values, trust or not others)
+        former = from_dict(Config, values, trust or not others)
+    return former if is_saved else None
 
 
 def _values(directory: Path) -> dict[str, Any]:

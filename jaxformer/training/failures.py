@@ -1,0 +1,73 @@
+"""What the operating system refuses during a run, as one line: what was being done, to which path, and what is safe."""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxformer.training.directory import saved_steps
+
+_CODES = "ENOSPC EDQUOT EFBIG EROFS EACCES EPERM EIO ENOTDIR EISDIR ENOENT ELOOP ENAMETOOLONG ESTALE EMFILE ENFILE EBUSY"
+_REASONS = [os.strerror(getattr(errno, name)) for name in _CODES.split() if hasattr(errno, name)]
+
+
+class Failed(OSError):
+    """The message is one line that is complete."""
+
+
+@contextlib.contextmanager
+def during(what: str, directory: Path, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Whatever the operating system refuses inside becomes ``Failed``, for errors of a ``kind``; all others pass.
+
+    what: as in "could not save step 20". directory: of the run. Libraries raise other kinds than OSError, from threads of their
+    own and with the reason in their text, which is therefore looked for there too.
+    """
+    try:
+        yield
+    except Failed:
+        raise
+    except kind as error:
+        reason = _reason(error)
+        if reason is None:
+            raise
+        steps = saved_steps(directory)
+        safe = f"the last saved step is {steps[-1]}, from which" if steps else "no step has been saved yet;"
+        raise Failed(f"{what}: {reason}; {safe} the same command goes on when this has been put right") from error
+
+
+def ignore_closed_loops() -> None:
+    """From now on nothing is printed for callbacks that TensorStore makes to an event loop of Orbax's that a failed save has
+    closed already: the failure itself is raised."""
+    before = sys.unraisablehook
+
+    def hook(raised) -> None:
+        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+            before(raised)
+
+    sys.unraisablehook = hook
+
+
+def _reason(error: BaseException) -> str | None:
+    """ "path: reason" of an error or of what caused it."""
+    seen: list[BaseException] = []
+    pending: list[BaseException | None] = [error]
+    while pending:
+        raised = pending.pop(0)
+        if raised is None or any(raised is other for other in seen):
+            continue
+        seen.append(raised)
+        if isinstance(raised, OSError) and raised.errno is not None:
+            where = raised.filename2 or raised.filename
+            shown = os.fsdecode(where) if isinstance(where, str | bytes) else None
+            return f"{shown}: {raised.strerror}" if shown else f"{raised.strerror}"
+        if not isinstance(raised, OSError):
+            text = str(raised)
+            named = next((reason for reason in _REASONS if reason in text), None)
+            path = re.search(r"[\"'](/[^\"']+)[\"']", text)
+            if named is not None:
+                return f"{path[1]}: {named}" if path else named
+        pending += [*getattr(raised, "exceptions", ()), raised.__cause__, raised.__context__]
+    return None
