@@ -1,4 +1,4 @@
-"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...]``. ``--help`` explains every field.
+"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...] [--check]``. ``--help`` explains every field.
 
 The same command with the same run directory continues from the last checkpoint, exactly.
 """
@@ -21,6 +21,7 @@ from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
+from jaxformer.prove import preflight, reference
 from jaxformer.training import evaluate, run
 from jaxformer.training.report import Report, placements, results, show_log
 
@@ -55,7 +56,8 @@ def main(config: run.Config) -> None:
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
-    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
+    watch = reference.watch(config, corpus, start)
+    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, watch)
     with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
@@ -135,9 +137,14 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     try:
-        config = run.parse(arguments, DEFAULT)
-        with multihost.joined(config.distributed):
-            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # one run, whatever their number
+        command = run.parse(arguments, DEFAULT)
+        with multihost.joined(command.config.distributed):
+            config = dataclasses.replace(
+                command.config, distributed=multihost.DistributedConfig()
+            )  # one run, whatever their number
+            if command.check:
+                sys.exit(preflight.main(*pretrained.begin(config), make_placement))
+            main(config)
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

@@ -32,10 +32,19 @@ def show_log(console: Console) -> None:
 
 class Report:
     """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. Records after ``start`` (of
-    updates that a crash has undone) are dropped. ``fetch`` turns a step's metrics into floats. With several processes, only
-    the first prints and writes anything."""
+    updates that a crash has undone) are dropped. ``fetch`` turns a step's metrics into floats. ``watch`` is called with
+    every update and its loss, and gives a line to print or "". With several processes, only the first prints and writes
+    anything."""
 
-    def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
+    def __init__(
+        self,
+        directory: Path,
+        start: int,
+        steps: int,
+        log_every: int,
+        fetch: Callable[[Any], dict[str, float]],
+        watch: Callable[[int, float], str] = lambda step, loss: "",
+    ):
         from tensorboardX import SummaryWriter
 
         self._writes = multihost.first()
@@ -45,7 +54,7 @@ class Report:
             _keep_until(self._path, start)
         self._file = self._path.open("a", encoding="utf-8")
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=start + 1, write_to_disk=self._writes)
-        self._steps, self._log_every, self._fetch = steps, log_every, fetch
+        self._steps, self._log_every, self._fetch, self._watch = steps, log_every, fetch, watch
         self._pending: tuple[int, Any] | None = None
         self._clock: float | None = None
         self._first, self._tokens, self._last_plain = start, 0.0, -math.inf
@@ -97,6 +106,8 @@ class Report:
         self._bar.update(self._task, completed=step, shown=shown)
         if step % self._log_every == 0:
             self._write(step, "train", metrics | ({"tokens_per_second": speed} if step > self._first else {}))
+        if line := self._watch(step, metrics["loss"]):
+            self.console.print(line)
         if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY and step > self._first:
             self._last_plain = time.perf_counter()
             left = (self._steps - step) * elapsed / (step - self._first)

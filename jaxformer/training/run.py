@@ -5,8 +5,9 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -24,20 +25,34 @@ from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfi
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
-__all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse"]
+__all__ = ["Command", "Config", "InitConfig", "TrainConfig", "load", "parse"]
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
 
 
-def parse(arguments: list[str], default: Path) -> Config:
-    """``[CONFIG.py] [--field value ...]`` as a config; ``--help`` explains every field."""
+@dataclass(frozen=True)
+class Command:
+    """A command line of ``train.py``: a config, and what is to be done with it."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Check the run instead of training: settings, tokenizer, a batch, the loss, the gradients, a few updates, a checkpoint,
+    memory and disk. One line for each, OK, WARNING or FAILED; writes nothing into the run directory; exit code 1 if anything
+    failed."""
+
+
+def parse(arguments: list[str], default: Path) -> Command:
+    """``[CONFIG.py] [--field value ...] [--check]`` as a command; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
     config, description = read_config(path)
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
+    description, program = f"{path.name}: {description}", "train.py [CONFIG.py]"
+    command = tyro.cli(Command, default=Command(config), args=rest, description=description, prog=program)
+    asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
         changed = [name for name in new if old[name] != new[name]]
@@ -45,7 +60,7 @@ def parse(arguments: list[str], default: Path) -> Config:
         if decided:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
-    return asked
+    return command
 
 
 def read_config(path: Path) -> tuple[Config, str]:
