@@ -45,10 +45,10 @@ def test_a_file_without_a_config(content, tmp_path):
 def test_the_command_line_changes_fields_and_derives_the_rest():
     path = ROOT / "configs" / "dates.py"
     before, _ = run.read_config(path)
-    found = run.parse([str(path), "--model.d-model", "64", "--optim.lr", "0.5", "--train.steps", "7"], FILES[0])
+    found = run.parse([str(path), "--model.d-model", "64", "--optim.lr", "0.5", "--train.steps", "7"], FILES[0]).config
     assert (found.model.d_model, found.optim.lr, found.train.steps, found.run_dir) == (64, 0.5, 7, "runs/dates")
     assert before.model.d_model != 64 and found.model == dataclasses.replace(before.model, d_model=64)
-    assert run.parse(["--run-dir", "here"], path).run_dir == "here"
+    assert run.parse(["--run-dir", "here"], path).config.run_dir == "here"
 
 
 @pytest.mark.parametrize(

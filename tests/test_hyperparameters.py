@@ -180,14 +180,14 @@ def config_file(folder, cfg):
 def test_the_command_line_changes_one_hyperparameter(tmp_path):
     cfg = swapped(mlp=example.NarrowMlp(4, 2.0, ((1, 3),)))
     path = config_file(tmp_path, cfg)
-    parsed = run.parse([str(path), "--model.mlp.width", "8", "--model.d-ff", "20"], path)
+    parsed = run.parse([str(path), "--model.mlp.width", "8", "--model.d-ff", "20"], path).config
     assert parsed.model == dataclasses.replace(cfg, mlp=example.NarrowMlp(8, 2.0, ((1, 3),)), d_ff=20) != cfg
-    assert run.parse([str(path)], path).model == cfg
+    assert run.parse([str(path)], path).config.model == cfg
 
 
 def test_the_command_line_takes_a_path_with_hyperparameters(tmp_path):
     path = config_file(tmp_path, CFG)
-    parsed = run.parse([str(path), "--model.mlp", f"{PATH}(width=8)"], path)
+    parsed = run.parse([str(path), "--model.mlp", f"{PATH}(width=8)"], path).config
     assert parsed.model == swapped(mlp=example.NarrowMlp(width=8))
 
 

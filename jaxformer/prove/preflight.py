@@ -91,8 +91,8 @@ def findings(config: run.Config, tok: Any, read: Callable | None, make_placement
     yield from shown(batch, corpus.tokenizer)
     config = replace(config, model=run.fit_tokenizer(config.model, corpus.tokenizer))
     attempt("batch", check_batch, batch, mesh, config.train.microbatches)
-    yield (memory := attempt("memory", resources.memory, config, mesh))
-    if memory.verdict == FAILED:
+    yield (room := attempt("memory", resources.in_memory, config, mesh))
+    if room.verdict == FAILED:
         raise Stopped("updates", "not tried: there is not enough memory")
     yield from _trained(config, mesh, batch, read, make_placement)
 
@@ -190,7 +190,7 @@ def saved(config: run.Config, state: Any, like: Any) -> Iterator[Finding]:
         else:
             where = "" if Path(folder).parent == parent else f", in {Path(folder).parent}"
             yield Finding(OK, "checkpoint", f"written and read back equal to the bit: {states.size(before)}{where}")
-        yield resources.disk(config, written)
+        yield resources.on_disk(config, written)
 
 
 def _temporary(parent: Path) -> AbstractContextManager[str]:

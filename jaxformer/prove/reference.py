@@ -62,8 +62,8 @@ def key(config: run.Config, corpus: data.Data) -> str:
     values = _flat(to_dict(config))
     smallest = ModelConfig(vocab_size=1, d_model=2, n_layers=1, n_heads=1)
     defaults = _flat(to_dict(run.Config(model=smallest)))
-    given = {name: value for name, value in values.items() if value != defaults.get(name) and name not in NO_EFFECT}
-    text = json.dumps([sorted(given.items()), corpus.tokenizer.content_hash, corpus.content_hash])
+    values = {name: value for name, value in values.items() if value != defaults.get(name) and name not in NO_EFFECT}
+    text = json.dumps([sorted(values.items()), corpus.tokenizer.content_hash, corpus.content_hash])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -35,7 +35,7 @@ def directory(path: Path, changes: list[str]) -> Finding:
     return Finding(OK, subject, f"{path} holds a run that will be continued; this check begins from fresh parameters")
 
 
-def memory(config: Config, mesh: Mesh) -> Finding:
+def in_memory(config: Config, mesh: Mesh) -> Finding:
     """The memory of the update by arithmetic; only what is exact can fail."""
     known = config.data.task in TASKS and config.train.objective == NEXT_TOKEN
     if known:
@@ -70,7 +70,7 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def disk(config: Config, checkpoint: int) -> Finding:
+def on_disk(config: Config, checkpoint: int) -> Finding:
     """Room for the checkpoints that a run keeps: the newest, the best, and the one that is being written. checkpoint: bytes of
     one."""
     path = Path(config.run_dir)

@@ -1,7 +1,7 @@
 """A proof that a run can be killed: ``python -m jaxformer.prove_resume CONFIG [--steps N] [--field value ...]``.
 
-Real processes of train.py make 2N updates in one go; and N, of which one is killed by SIGKILL after it has saved them, and N more
-in the same run directory. Parameters, optimizer state, key and step at the end are compared leaf by leaf, and all metrics.
+A process of train.py makes 2N updates in one go. Another is killed by SIGKILL once it has saved N, and a third makes N more in
+the same run directory. Parameters, optimizer state, key and step at the end are compared leaf by leaf, and all metrics.
 """
 
 import functools
@@ -32,11 +32,12 @@ from jaxformer.prove import states
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 
-ABOUT = """A run of CONFIG that is killed (kill -9) and resumed, against one that is not: equal to the bit, or the first leaf that
-differs. Further --field value pairs are those of train.py. Works in a temporary directory. Exit code 0: as it must be; 1: not."""
+ABOUT = """A run of CONFIG that is killed (kill -9) and resumed, against one that is not: equal to the bit, or the first leaf
+that differs. Further --field value pairs are those of train.py. Works in a temporary directory. Exit code 0: as it must be; 1:
+not."""
 NEAR = 1e-3
-"""Largest relative difference of a loss where the second half has its sums in another order, some 1e-7 in each update, which the
-updates amplify. A state that was restored wrongly shows by more."""
+"""Largest relative difference of a loss where the second half has its sums in another order: some 1e-7 in each update, which
+further updates amplify."""
 RESTORED = "import sys; from jaxformer.prove.resume import write_restored; write_restored(*sys.argv[1:])"
 
 
@@ -125,19 +126,22 @@ def main(arguments: list[str]) -> int:
     """Runs and compares; the exit code."""
     options, trainer = parse(arguments)
     console, folder = Console(highlight=False, soft_wrap=True), Path(tempfile.mkdtemp(prefix="jaxformer-resume-"))
-    whole, killed = folder / "whole", folder / "killed"
+    undisturbed, killed = folder / "whole", folder / "killed"
     is_proved = False
     try:
         console.print(f"{2 * options.steps} updates in one go ...")
         _ended(
-            trainer, trainer.start(str(trainer.script), *trainer.arguments(whole), log=folder / "whole.log"), "whole", folder
+            trainer,
+            trainer.start(str(trainer.script), *trainer.arguments(undisturbed), log=folder / "whole.log"),
+            "whole",
+            folder,
         )
         console.print(f"{options.steps} updates, then kill -9 ...")
         saved = _kill(trainer, killed, options.steps, folder)
         is_kept = _restored_elsewhere(options, trainer, killed, saved, folder, console) if options.elsewhere else True
         console.print(f"restored, and {options.steps} updates more ...")
         _resume(options, trainer, killed, folder)
-        is_proved = _compare(options, whole, killed, console) and is_kept
+        is_proved = _compare(options, undisturbed, killed, console) and is_kept
     finally:
         if is_proved:
             shutil.rmtree(folder, ignore_errors=True)
@@ -148,7 +152,12 @@ def main(arguments: list[str]) -> int:
 
 def _ended(trainer: Trainer, process: subprocess.Popen, name: str, folder: Path) -> str:
     """The output of a process that must end well."""
-    code, out = process.wait(), (folder / f"{name}.log").read_text(errors="replace")
+    try:
+        code = process.wait()
+    except BaseException:  # such as Ctrl-C
+        process.kill()
+        raise
+    out = (folder / f"{name}.log").read_text(errors="replace")
     if code:
         raise ValueError(f"{trainer.script} ended with exit code {code}:\n{out[-2000:].strip()}")
     return out
@@ -213,8 +222,8 @@ def _restored_elsewhere(
     """Whether the state that was saved is, to the bit, the one that the devices of the second half begin with."""
     out = folder / "restored.json"
     _second_half(options, trainer, directory, folder, "restored", "-c", RESTORED, str(trainer.script), str(out))
-    found = json.loads(out.read_text())
-    wrong = [name for name, array in saved.items() if found.get(name) != states.digest(array)]
+    restored = json.loads(out.read_text())
+    wrong = [name for name, array in saved.items() if restored.get(name) != states.digest(array)]
     if wrong:
         console.print(f"restored on the other devices: {wrong[0]} differs from what was saved", markup=False)
     else:
@@ -241,11 +250,11 @@ def write_restored(script: str, out: str, *arguments: str) -> None:
             Path(out).write_text(json.dumps({name: states.digest(array) for name, array in leaves.items()}))
 
 
-def _compare(options: Options, whole: Path, killed: Path, console: Console) -> bool:
+def _compare(options: Options, undisturbed: Path, killed: Path, console: Console) -> bool:
     """Prints how the two runs ended; whether that is as it must be."""
-    expected, found = (state_of(directory, 2 * options.steps) for directory in (whole, killed))
-    different = states.differing(expected, found)
-    logged = [_records(directory) for directory in (whole, killed)]
+    expected, actual = (state_of(directory, 2 * options.steps) for directory in (undisturbed, killed))
+    different = states.differing(expected, actual)
+    logged = [_records(directory) for directory in (undisturbed, killed)]
     if not different and logged[0] == logged[1]:
         what = "parameters, optimizer state, key and step"
         console.print(f"[green]equal to the bit[/]: {states.size(expected)} ({what}), {len(logged[0])} records of metrics")
@@ -258,7 +267,7 @@ def _compare(options: Options, whole: Path, killed: Path, console: Console) -> b
     near = f"losses are at most {largest:.1g} apart (relative)"
     if different:
         name = different[0]
-        apart = states.apart(expected[name], found[name])
+        apart = states.apart(expected[name], actual[name])
         near += f"; {len(different)} of {len(expected)} leaves differ, first {name}, by up to {apart:.3g}"
     if options.elsewhere and largest <= NEAR:
         console.print(f"at the end, with sums in another order on the other devices: {near}", markup=False)

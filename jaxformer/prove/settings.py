@@ -25,8 +25,8 @@ def _steps(config: Config) -> Iterator[str]:
         )
     elif optim.schedule == "wsd" and optim.warmup_steps > (1 - optim.decay_steps) * train.steps:
         yield (
-            f"optim.warmup_steps={optim.warmup_steps} reaches into the decay, the last "
-            f"optim.decay_steps={optim.decay_steps:g} of train.steps={train.steps}: the learning rate never stays at optim.lr={optim.lr:g}"
+            f"optim.warmup_steps={optim.warmup_steps} reaches into the decay, the last optim.decay_steps="
+            f"{optim.decay_steps:g} of train.steps={train.steps}: the learning rate never stays at optim.lr={optim.lr:g}"
         )
     if optim.schedule in ("cosine", "wsd") and optim.final_lr > 1:
         yield f"optim.final_lr={optim.final_lr:g} is a fraction of optim.lr: above 1 the learning rate grows towards the end"
@@ -49,9 +49,9 @@ def _steps(config: Config) -> Iterator[str]:
 def _objective(config: Config) -> Iterator[str]:
     cfg, train = config.model, config.train
     if train.objective != NEXT_TOKEN:
-        given = [name for name in ("label_smoothing", "loss_chunk", "z_loss") if getattr(train, name)]
-        if given:
-            names = " and ".join(f"train.{name}" for name in given)
+        read_by_it = [name for name in ("label_smoothing", "loss_chunk", "z_loss") if getattr(train, name)]
+        if read_by_it:
+            names = " and ".join(f"train.{name}" for name in read_by_it)
             yield f"{names}: train.objective={train.objective!r} has to read it itself; next_token does"
         return
     if train.label_smoothing > 0.5:
@@ -71,8 +71,8 @@ def _rows(config: Config) -> Iterator[str]:
         yield f"data.length={data.length} is past model.max_length={cfg.max_length}: generation stops there"
     elif cfg.position == "learned" and data.length < cfg.max_length and not cfg.encoder_layers:
         yield (
-            f"data.length={data.length} is below model.max_length={cfg.max_length}: the rows from {data.length} on of the table "
-            "of positions are never trained"
+            f"data.length={data.length} is below model.max_length={cfg.max_length}: the table of positions is never trained "
+            f"from row {data.length} on"
         )
     if not data.validation_fraction and data.validation_path is None and data.task in ("text", "pairs"):
         yield "data.validation_fraction=0 without data.validation_path: nothing is evaluated, and no checkpoint is the best one"

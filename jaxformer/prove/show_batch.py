@@ -25,8 +25,8 @@ def shown(batch: Batch, tok: Tokenizer) -> Iterator[Text]:
     tokens, counted = np.asarray(batch["tokens"]), np.asarray(batch["weights"]) != 0
     segments = np.asarray(batch.get("segments", np.ones_like(tokens)))
     for row in sorted(range(len(tokens)), key=lambda row: -len(np.unique(segments[row])))[:ROWS]:
-        parts = np.split(np.arange(tokens.shape[1]), np.flatnonzero(np.diff(segments[row])) + 1)
-        sizes = " + ".join(str(len(part)) for part in parts)
+        spans = np.split(np.arange(tokens.shape[1]), np.flatnonzero(np.diff(segments[row])) + 1)
+        sizes = " + ".join(str(len(span)) for span in spans)
         where = _ranges(np.flatnonzero(~counted[row]))
         yield Text(
             f"row {row}: segments of {sizes} tokens, {counted[row].sum()} of {tokens.shape[1]} targets count"
@@ -38,9 +38,9 @@ def shown(batch: Batch, tok: Tokenizer) -> Iterator[Text]:
             yield _line("source", source[np.asarray(batch.get("source_valid", np.ones_like(batch["source"]))[row], bool)], tok)
             yield _line("target", np.asarray(batch["targets"])[row, counted[row]], tok, COLORS[1])
             continue
-        for number, part in enumerate(parts[:SEGMENTS]):
-            style = COLORS[number % len(COLORS)] if counted[row, part].any() else "dim"
-            yield _line(str(segments[row, part[0]]), tokens[row, part], tok, style)
+        for number, span in enumerate(spans[:SEGMENTS]):
+            style = COLORS[number % len(COLORS)] if counted[row, span].any() else "dim"
+            yield _line(str(segments[row, span[0]]), tokens[row, span], tok, style)
 
 
 def _line(label: str, ids: np.ndarray, tok: Tokenizer, style: str = COLORS[0]) -> Text:

@@ -13,8 +13,8 @@ from jaxformer.training.update import TrainState
 def leaves(state: TrainState) -> dict[str, np.ndarray]:
     """All that a state holds, by path: parameters, optimizer state, key and step, as every process has them."""
     plain = dataclasses.replace(state, rng=jax.random.key_data(state.rng))
-    found = jax.tree_util.tree_flatten_with_path(plain)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): multihost.to_numpy(leaf) for path, leaf in found}
+    pairs = jax.tree_util.tree_flatten_with_path(plain)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): multihost.to_numpy(leaf) for path, leaf in pairs}
 
 
 def digest(array: np.ndarray) -> str:
@@ -22,16 +22,16 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()
 
 
-def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+def differing(expected: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> list[str]:
     """Paths of the leaves that are not equal to the bit, in order; a NaN equals itself."""
-    return [name for name in one if name not in other or digest(one[name]) != digest(other[name])]
+    return [name for name in expected if name not in actual or digest(expected[name]) != digest(actual[name])]
 
 
-def apart(one: np.ndarray, other: np.ndarray) -> float:
+def apart(expected: np.ndarray, actual: np.ndarray) -> float:
     """The largest absolute difference of two arrays of one shape; infinite where the shapes differ."""
-    if one.shape != other.shape:
+    if expected.shape != actual.shape:
         return float("inf")
-    return float(np.max(np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64)), initial=0.0))
+    return float(np.max(np.abs(np.asarray(expected, np.float64) - np.asarray(actual, np.float64)), initial=0.0))
 
 
 def size(arrays: dict[str, np.ndarray]) -> str:
