@@ -76,8 +76,3 @@ def _rows(config: Config) -> Iterator[str]:
         )
     if not data.validation_fraction and data.validation_path is None and data.task in ("text", "pairs"):
         yield "data.validation_fraction=0 without data.validation_path: nothing is evaluated, and no checkpoint is the best one"
-    if data.validation_rows and data.validation_rows < data.batch_size:
-        yield (
-            f"data.validation_rows={data.validation_rows} is below data.batch_size={data.batch_size}: the rest of the batch "
-            "that is evaluated is padding"
-        )
