@@ -171,7 +171,7 @@ def test_a_batch_that_is_right():
 
 IDS = batch()["tokens"]
 WRONG = {
-    "ids outside": ("ids", FAILED, {"tokens": IDS + 200}, "tokens hold 259, outside the vocabulary of 259"),
+    "ids outside": ("ids", FAILED, {"tokens": IDS + 200}, "tokens hold 458, outside the vocabulary of 259"),
     "negative": ("ids", FAILED, {"targets": IDS - 4}, "targets hold -1"),
     "targets that are the tokens": ("ids", FAILED, {"targets": IDS}, "the targets are the tokens themselves"),
     "nothing counts": ("weights", FAILED, {"weights": np.zeros((8, 16))}, "nothing to learn"),
