@@ -56,8 +56,7 @@ def main(config: run.Config) -> None:
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
-    watch = reference.watch(config, corpus, start)
-    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, watch)
+    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, reference.watch(config, corpus, start))
     with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxformer as jf
@@ -307,7 +308,7 @@ def test_the_trial_has_the_highest_rate_and_no_dropout():
 @pytest.fixture
 def state():
     params = {"a": jnp.arange(6.0), "b": jnp.ones(3)}
-    return jf.training.init_state(params, jf.training.optimizer(jf.OptimConfig(), MODEL, 10), jax.random.key(0))
+    return jf.training.init_state(params, optax.adam(1e-3), jax.random.key(0))
 
 
 def test_a_checkpoint_that_reads_back_otherwise_fails(state, tmp_path, monkeypatch):
