@@ -21,7 +21,8 @@ from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
-from jaxformer.prove import preflight, reference
+from jaxformer.prove import preflight
+from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run
 from jaxformer.training.report import Report, placements, results, show_log
 
@@ -56,7 +57,7 @@ def main(config: run.Config) -> None:
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
-    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, reference.watch(config, corpus, start))
+    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, watch(config, corpus, start))
     with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)

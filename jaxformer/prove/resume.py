@@ -106,7 +106,7 @@ def parse(arguments: list[str]) -> tuple[Options, Trainer]:
     steps = {"train.steps": 2 * options.steps, "train.eval-every": options.steps}
     fixed = steps | {"train.log-every": 1, "train.sample-tokens": 0}
     environment = os.environ | {"COLUMNS": "1000"} | ({"JAX_PLATFORMS": "cpu"} if options.then_processes > 1 else {})
-    every = (*flags, *(str(part) for name, value in fixed.items() for part in (f"--{name}", value)))
+    every = (*flags, *(str(word) for name, value in fixed.items() for word in (f"--{name}", value)))
     return options, Trainer(find_script(options.script), arguments[0], every, environment)
 
 
@@ -199,14 +199,14 @@ def _second_half(options: Options, trainer: Trainer, directory: Path, folder: Pa
     """The outputs of all processes of the second half, placed as it is to be."""
     mesh, defaults = options.then_mesh, MeshConfig()
     changed = {f: value for f, value in vars(mesh).items() if value != getattr(defaults, f)}
-    more = [str(part) for f, value in changed.items() for part in _flag(f"mesh.{f}", value)]
+    more = [str(word) for f, value in changed.items() for word in _flag(f"mesh.{f}", value)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port, count = free.getsockname()[1], options.then_processes
     processes = []
     for number in range(count):
         joins = ("coordinator", f"localhost:{port}"), ("num-processes", count), ("process-id", number)
-        joined = [str(part) for f, value in joins for part in _flag(f"distributed.{f}", value)] if count > 1 else []
+        joined = [str(word) for f, value in joins for word in _flag(f"distributed.{f}", value)] if count > 1 else []
         arguments = trainer.arguments(directory, *more, *joined)
         processes.append(trainer.start(*command, *arguments, log=folder / f"{name}{number}.log"))
     return [_ended(trainer, process, f"{name}{number}", folder) for number, process in enumerate(processes)]
