@@ -46,8 +46,8 @@ def in_memory(config: Config, mesh: Mesh) -> Finding:
     available, shared = limit()
     sizes = {kind: size * shared for kind, size in sizes.items()}
     needed, exact = sum(sizes.values()), sum(size for kind, size in sizes.items() if kind in EXACT)
-    parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in sizes.items() if size)
-    said = f"{_gib(needed)} of {_gib(available)} GiB: {parts}" + ("" if known else "; activations are not known")
+    parts = ", ".join(f"{kind} {_size(size)}" for kind, size in sizes.items() if size)
+    said = f"{_size(needed)} of {_size(available)}: {parts}" + ("" if known else "; activations are not known")
     if exact > available:
         return Finding(FAILED, "memory", said)
     return Finding(WARNING if needed > available else OK, "memory", said)
@@ -77,9 +77,9 @@ def on_disk(config: Config, checkpoint: int) -> Finding:
     kept = min(config.train.keep_checkpoints + 2, -(-config.train.steps // config.train.eval_every))
     needed = max(0, kept * checkpoint - disk_bytes(path / "checkpoints"))
     free = shutil.disk_usage(existing(path)).free
-    said = f"{kept} checkpoints of {checkpoint / 2**20:,.1f} MiB at a time; {_gib(free)} GiB are free"
+    said = f"{kept} checkpoints of {_size(checkpoint)} at a time; {_size(free)} are free"
     return Finding(OK if needed < free else FAILED, "disk", said)
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f}"
+def _size(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.2f} MiB"

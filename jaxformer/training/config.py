@@ -114,3 +114,15 @@ class Config(Strict):
             raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
         if self.train.parallel == "pmap" and self.distributed.on:
             raise ValueError("train.parallel='pmap' runs in one process, not with distributed; use jit, the default")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line of ``train.py`` asks for. Only ``config`` is kept with the run."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Check the run instead of training it: settings, tokenizer, a batch, the loss, gradients, a few updates on one batch, a
+    checkpoint, memory and disk. A line for each, OK, WARNING or FAILED; nothing is written into the run directory; the exit
+    code is 1 if anything failed."""

@@ -4,10 +4,10 @@ import dataclasses
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import tyro
@@ -21,7 +21,7 @@ from jaxformer.tokenizers import tokenizer
 from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
+from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
@@ -29,18 +29,6 @@ __all__ = ["Command", "Config", "InitConfig", "TrainConfig", "load", "parse"]
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line of ``train.py``: a config, and what is to be done with it."""
-
-    config: Annotated[Config, tyro.conf.arg(name="")]
-    """The run."""
-    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Check the run instead of training: settings, tokenizer, a batch, the loss, the gradients, a few updates, a checkpoint,
-    memory and disk. One line for each, OK, WARNING or FAILED; writes nothing into the run directory; exit code 1 if anything
-    failed."""
 
 
 def parse(arguments: list[str], default: Path) -> Command:
@@ -51,7 +39,11 @@ def parse(arguments: list[str], default: Path) -> Command:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
     description, program = f"{path.name}: {description}", "train.py [CONFIG.py]"
-    command = tyro.cli(Command, default=Command(config), args=rest, description=description, prog=program)
+    try:
+        command = tyro.cli(Command, default=Command(config), args=rest, description=description, prog=program)
+    except ValueError as error:  # fields of different records that contradict each other; tyro shows all other errors itself
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
     asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
