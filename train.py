@@ -24,6 +24,7 @@ from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.prove import preflight
 from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run
+from jaxformer.training.guard import Guard
 from jaxformer.training.report import Report, placements, results, show_log
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
@@ -39,10 +40,7 @@ def main(config: run.Config) -> None:
     train = config.train
     if train.sample_tokens and not cfg.encoder_layers:
         tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
-    multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
-    multihost.agree("configuration", config)
-    check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
-
+    agree(config, corpus, mesh)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
@@ -57,13 +55,15 @@ def main(config: run.Config) -> None:
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
-    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics, watch(config, corpus, start))
+    guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
+    report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
     with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             report.train(step, metrics)
+            guard.compare(step, state.params)
             if step % train.eval_every == 0 or step == train.steps:
                 current = placement.get_state(state)
                 params = training.ema_params(current.opt_state, current.params)
@@ -75,6 +75,7 @@ def main(config: run.Config) -> None:
                     report.sample(step, *sample(params, config, corpus))
             if stop():
                 break
+        report.settle()  # an update that failed is not saved
         current = placement.get_state(state)
         checkpoints.save(current)  # does nothing unless training stopped between evaluations
         checkpoints.wait()
@@ -89,6 +90,14 @@ def main(config: run.Config) -> None:
         report.console.print(
             f"Stopped after step {int(current.step)}, saved in {directory}. The same command resumes from there."
         )
+
+
+def agree(config: run.Config, corpus: data.Data, mesh: Mesh) -> None:
+    """Raises ValueError where processes differ in what they train on, and where the batch does not divide by the devices."""
+    multihost.agree("text or tokenizer", (corpus.tokenizer.content_hash, corpus.content_hash))
+    multihost.agree("configuration", config)
+    batch = {"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}
+    check_batch(batch, mesh, config.train.microbatches)
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:

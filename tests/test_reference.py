@@ -111,7 +111,7 @@ def test_the_first_losses_of_dates_match_on_this_machine():
 def test_the_report_prints_what_the_watch_says(tmp_path, capsys):
     seen = []
     watch = lambda step, loss: seen.append((step, loss)) or ("as it should be" if step == 2 else "")
-    with Report(tmp_path, 0, 3, 10, dict, watch) as report:
+    with Report(tmp_path, 0, 3, 10, lambda step, metrics: metrics, watch) as report:
         for step in (1, 2, 3):
             report.train(step, {"loss": float(step), "weight": 1.0})
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)] and capsys.readouterr().out.count("as it should be") == 1

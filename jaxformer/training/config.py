@@ -48,6 +48,12 @@ class TrainConfig(Strict):
     """Weight of the loss on the token after the next, for a model with model.mtp."""
     z_loss: float = 0.0
     """Weight of the mean squared logsumexp of the logits, which keeps them from drifting (Chowdhery et al. 2022: 1e-4)."""
+    max_skipped: int = 0
+    """Updates in a row that may be left out because their gradient is not finite: the parameters stay as they are, and training
+    goes on with the next batch. One more stops the run."""
+    agree_every: int = 1000
+    """Steps between comparisons of the copies of the parameters on several devices and processes; the run stops where one
+    differs. 0: none."""
     parallel: Literal["jit", "pmap"] = "jit"
     """How the rows of a batch are spread over the devices, if no mesh is given: by jax.jit or by jax.pmap."""
     seed: int = 0
@@ -63,6 +69,7 @@ class TrainConfig(Strict):
         super().__post_init__()
         counts = ("steps", "eval_every", "log_every", "keep_checkpoints", "microbatches", "loss_chunk")
         within(self, 1, math.inf, *counts, prefix="train.")
+        within(self, 0, math.inf, "max_skipped", "agree_every", prefix="train.")
         within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", "z_loss", prefix="train.")
         within(self, 0, 1, "label_smoothing", prefix="train.")
         if self.objective != NEXT_TOKEN and ":" not in self.objective:

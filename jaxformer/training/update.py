@@ -58,8 +58,12 @@ def make_update(
     It minimises the objective's total over its weight, both summed over the whole step: over all microbatches and devices.
     batch: a dict of arrays whose first axis is the rows. microbatches: equal parts that the rows are computed in, one by one.
 
-    metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping) and,
-    where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
+    metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping),
+    ``nonfinite`` and, where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
+
+    Where the gradient is not finite, the update leaves the parameters and the optimizer's state as they were, and only the step
+    goes on. ``nonfinite`` is then the number of the first parameter that it is not finite for, counted from 1 in the order of
+    ``jax.tree.leaves(params)``; else it is 0.
 
     Raises ValueError, when it is traced, for an objective that returns something else, and rows that do not divide.
     """
@@ -84,16 +88,28 @@ def make_update(
             weight = nonzero(sums["weight"])
             grads = jax.tree.map(lambda x: (x / weight).astype(x.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(grads)}
+        norm, nonfinite = _norm(grads)
+        metrics = mean_metrics(objective, sums) | {"grad_norm": norm, "nonfinite": nonfinite}
         if learning_rate:
             metrics["lr"] = learning_rate(state.step)
         updated = optax.apply_updates(state.params, updates)
         params = after_update(updated, sums)
         if params is not updated:
             opt_state = follow(opt_state, updated, params)
+        before, after = (state.params, state.opt_state), (params, opt_state)
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(nonfinite == 0, new, old), after, before)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update
+
+
+def _norm(grads: Any) -> tuple[jax.Array, jax.Array]:
+    """The global norm of a gradient, and 0 if it is finite, else the number of the first leaf that is not, from 1; where only
+    the sum over all leaves is not, of the largest."""
+    squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(grads)]
+    norm = jnp.sqrt(sum(squares))
+    sizes = jnp.stack([jnp.where(jnp.isnan(x), jnp.inf, x).astype(jnp.float32) for x in squares])
+    return norm, jnp.where(jnp.isfinite(norm), 0, 1 + jnp.argmax(sizes).astype(jnp.int32))
 
 
 def _accumulate(gradient, params, batch, rng, microbatches):
