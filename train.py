@@ -1,4 +1,4 @@
-"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...]``. ``--help`` explains every field.
+"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...] [--check]``. ``--help`` explains every field.
 
 The same command with the same run directory continues from the last checkpoint, exactly.
 
@@ -28,6 +28,8 @@ from jaxformer.parallel import ending, multihost
 from jaxformer.parallel.ending import stopping
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
+from jaxformer.prove import preflight
+from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run
 from jaxformer.training.console import replace_unprintable, show_log
 from jaxformer.training.directory import Lock, locked
@@ -69,7 +71,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     evaluation = placement.compile(training.make_evaluate(objective))
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
-    report = Report(directory, start, train.steps, train.log_every, guard.fetch)
+    report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
     with checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
@@ -180,8 +182,10 @@ def launch(arguments: list[str]) -> None:
     try:
         command = run.parse(arguments, DEFAULT)
         with multihost.joined(command.config.distributed):
-            config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())
-            code = main(config, command.trust)  # one run, whatever the number of processes
+            config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())  # one run for all
+            if command.check:
+                sys.exit(preflight.main(*pretrained.begin(config, command.trust), make_placement))
+            code = main(config, command.trust)
     except KeyboardInterrupt:
         os._exit(ending.INTERRUPTED)  # Python's own exit would wait for threads that save
     except (ValueError, OSError, FloatingPointError) as error:

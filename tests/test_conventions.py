@@ -20,7 +20,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 ORDER = runpy.run_path(str(ROOT / "docs" / "rooms.py"))["ORDER"]
 """The rooms; a file imports only from rooms before its own, or from its own."""
-PROGRAMS = ("sample", "plan", "explain", "mup")
+PROGRAMS = ("sample", "plan", "explain", "mup", "prove_resume")
 """What ``python -m jaxformer.sample`` and the like run; they import from any room."""
 ROOM = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(PROGRAMS, len(ORDER))
 HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tensorboardX")

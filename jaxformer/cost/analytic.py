@@ -32,23 +32,35 @@ STATED = (
 )
 
 
-def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> ProgramPlan:
-    """The update."""
+def training_bytes(config: run.Config, mesh: Mesh) -> dict[str, float]:
+    """Bytes of the update on one device, by kind (``plan.KINDS``)."""
     cfg, train = config.model, config.train
     batch = batch_of(config)
     rows, length = batch["tokens"].shape
-    state = jax.eval_shape(functools.partial(run.initial_state, config))
-    where = state_shardings(state, param_shardings(cfg, mesh))
-    sharded = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where)
-    params, optimizer = device_bytes(sharded.params), device_bytes(sharded.opt_state)
+    params, optimizer = state_bytes(config, mesh)
     objective = NextToken(cfg, train.label_smoothing, train.loss_chunk, train.mtp_weight, train.z_loss)
-    sizes = {
+    return {
         "parameters": params,
         "optimizer": 0 if config.mesh.offload else optimizer,
         "gradients": params,
         "activations": saved_bytes(objective, batch, rows // train.microbatches, mesh),
         "temporaries": _temporaries(cfg, rows // train.microbatches, length, train.loss_chunk, mesh),
     }
+
+
+def state_bytes(config: run.Config, mesh: Mesh) -> tuple[int, int]:
+    """Bytes of the parameters and of the optimizer's state on one device."""
+    state = jax.eval_shape(functools.partial(run.initial_state, config))
+    where = state_shardings(state, param_shardings(config.model, mesh))
+    sharded = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, where)
+    return device_bytes(sharded.params), device_bytes(sharded.opt_state)
+
+
+def training_step(config: run.Config, mesh: Mesh, topology: Topology) -> ProgramPlan:
+    """The update."""
+    cfg, train, data = config.model, config.train, config.data
+    rows, length, sizes = data.batch_size, data.length, training_bytes(config, mesh)
+    params, optimizer = state_bytes(config, mesh)
     flops = model_flops.training(cfg, rows, length, config.data.source_length if cfg.encoder_layers else 0)
     chunked = train.loss_chunk is not None and train.loss_chunk < length
     # The optimizer reads gradients, and reads and writes parameters and its state; each microbatch reads parameters in the

@@ -131,8 +131,10 @@ class Command:
 
     config: Annotated[Config, tyro.conf.arg(name="")]
     """The run."""
-    trust: bool = False
+    trust: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Follow the import paths in the config.json of the run of --init.from, which runs their code. The paths that this command
     itself names are always followed."""
-    check: bool = False
-    """Check the run instead of training it."""
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Check the run instead of training it: settings, tokenizer, a batch, the loss, gradients, a few updates on one batch, a
+    checkpoint, memory and disk. A line for each, OK, WARNING or FAILED; nothing is written into the run directory; the exit
+    code is 1 if anything failed."""

@@ -25,19 +25,27 @@ PLAIN_EVERY = 10.0
 
 class Report:
     """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. ``fetch(step, metrics)`` gives
-    metrics as floats, and raises FloatingPointError where they are to stop the run. With several processes, only the first
-    prints and writes anything.
+    metrics as floats, and raises FloatingPointError where they are to stop the run. ``watch`` is called with every update and
+    its loss, and gives a line to print or "". With several processes, only the first prints and writes anything.
 
     Nothing is written before the first update: then records after ``start`` (of updates that a crash has undone) are dropped.
     """
 
-    def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[int, Any], dict[str, float]]):
+    def __init__(
+        self,
+        directory: Path,
+        start: int,
+        steps: int,
+        log_every: int,
+        fetch: Callable[[int, Any], dict[str, float]],
+        watch: Callable[[int, float], str] = lambda step, loss: "",
+    ):
         self._writes = multihost.first()
         self.directory, self.console = directory, RunConsole(quiet=not self._writes)
         self._path = directory / "metrics.jsonl"
         self._file: BinaryIO | None = None
         self._events: Events | None = None
-        self._start, self._steps, self._log_every, self._fetch = start, steps, log_every, fetch
+        self._start, self._steps, self._log_every, self._fetch, self._watch = start, steps, log_every, fetch, watch
         self._pending: tuple[int, Any] | None = None
         self._clock: float | None = None
         self._since: float | None = None
@@ -107,6 +115,8 @@ class Report:
         self._bar.update(self._task, completed=step, shown=shown)
         if step % self._log_every == 0:
             self._write(step, "train", metrics | ({"tokens_per_second": speed} if speed else {}))
+        if line := self._watch(step, metrics["loss"]):
+            self.console.print(line)
         if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY and step > self._first:
             self._last_plain = time.perf_counter()
             left = (self._steps - step) * (time.perf_counter() - self._clock) / (step - self._first)

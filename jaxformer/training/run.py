@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,18 @@ EXITS = (
 
 
 def parse(arguments: list[str], default: Path) -> Command:
-    """``[CONFIG.py] [--field value ...]`` as a command; ``--help`` explains every field."""
+    """``[CONFIG.py] [--field value ...] [--check]`` as a command; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
     config, description = read_config(path)
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    about = f"{path.name}: {description}\n\n{EXITS}"
-    command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog="train.py [CONFIG.py]")
+    about, program = f"{path.name}: {description}\n\n{EXITS}", "train.py [CONFIG.py]"
+    try:
+        command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog=program)
+    except ValueError as error:  # fields of different records that contradict each other; tyro shows all other errors itself
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
     asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
