@@ -67,7 +67,8 @@ def train_run(config: run.Config, lock: Lock) -> int:
     evaluation = placement.compile(training.make_evaluate(objective))
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
-    with checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
+    saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
+    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in report.timed(range(start + 1, train.steps + 1)):
