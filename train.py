@@ -75,8 +75,9 @@ def train_run(config: run.Config, lock: Lock) -> int:
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
                 pretrained.write_run(directory, config, tok)
-            report.train(step, metrics, is_due := step % train.eval_every == 0 or step == train.steps)
-            if is_due:
+            report.train(step, metrics)
+            if step % train.eval_every == 0 or step == train.steps:
+                report.pause()
                 current = placement.get_state(state)
                 params = training.ema_params(current.opt_state, current.params)
                 held_out = map(placement.put_evaluation, corpus.validation)
