@@ -55,10 +55,8 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     suitable.check(config, mesh := config.mesh.make())
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     changes += suitable.check_data(config, corpus)
-    cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
-    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
+    config = agreed(config, corpus, mesh)
     train = config.train
-    agree(config, corpus, mesh)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
@@ -72,16 +70,18 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
     report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
-    with checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
+    saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
+    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in report.timed(range(start + 1, train.steps + 1)):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
                 pretrained.write_run(directory, config, corpus)
-            report.train(step, metrics, is_due := step % train.eval_every == 0 or step == train.steps)
+            report.train(step, metrics)
             guard.compare(step, state.params)
-            if is_due:
+            if step % train.eval_every == 0 or step == train.steps:
+                report.pause()
                 current = placement.get_state(state)
                 params = training.ema_params(current.opt_state, current.params)
                 held_out = map(placement.put_evaluation, corpus.validation)
@@ -99,10 +99,8 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         with during(f"could not save step {int(current.step)}", directory):
             checkpoints.save(current)  # does nothing unless training stopped between evaluations
             checkpoints.wait()
-        is_done = int(current.step) == train.steps
-        if is_done and corpus.test_pairs:
-            params = training.ema_params(current.opt_state, current.params)
-            score["exact match"] = evaluate.exact_match(params, cfg, tok, corpus.test_pairs, config.data.length)
+        if is_done := int(current.step) == train.steps:
+            score |= exact_match(current, config, corpus)
         best = checkpoints.best_step()
     if is_done:
         seconds = time.perf_counter() - began if start < train.steps else None
@@ -123,12 +121,16 @@ def first_step(lock: Lock, restored: Any, steps: int) -> int:
     return start
 
 
-def agree(config: run.Config, corpus: data.Data, mesh: Mesh) -> None:
-    """Raises ValueError where processes differ in what they train on, and where the batch does not divide by the devices."""
+def agreed(config: run.Config, corpus: data.Data, mesh: Mesh) -> run.Config:
+    """``config`` with a model that fits the tokenizer. Raises ValueError where processes differ in what they train on, and where
+    the batch does not divide by the devices."""
+    cfg = run.fit_tokenizer(config.model, corpus.tokenizer)
+    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     multihost.agree("text or tokenizer", (corpus.tokenizer.content_hash, corpus.content_hash))
     multihost.agree("configuration", config)
     batch = {"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}
     check_batch(batch, mesh, config.train.microbatches)
+    return config
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
@@ -145,6 +147,15 @@ def make_placement(config: run.Config, mesh: Mesh, objective: training.Objective
         return PLACEMENTS[config.train.parallel](update)
     where, letters = training.param_shardings(config.model, mesh), getattr(objective, "letters", {})
     return training.mesh(update, abstract, where, letters=letters, offload=config.mesh.offload)
+
+
+def exact_match(state: training.TrainState, config: run.Config, corpus: data.Data) -> dict[str, float]:
+    """The share of the test pairs that a model translates exactly, where there are some."""
+    if not corpus.test_pairs:
+        return {}
+    params = training.ema_params(state.opt_state, state.params)
+    share = evaluate.exact_match(params, config.model, corpus.tokenizer, corpus.test_pairs, config.data.length)
+    return {"exact match": share}
 
 
 def sample(params: Any, config: run.Config, corpus: data.Data) -> tuple[str, str]:

@@ -246,6 +246,15 @@ def test_a_refusal_says_what_was_done_where_and_what_is_safe(error, message, tmp
             (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
 
 
+def test_the_first_failure_is_told_not_that_of_closing_what_had_failed(tmp_path):
+    with pytest.raises(Failed, match="^could not write: No space left on device; no step"), during("could not save", tmp_path):
+        try:
+            with during("could not write", tmp_path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise ValueError("File too large")
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), ValueError("a shape"), FloatingPointError("nan"), OSError("a word")])
 def test_other_errors_pass(error, tmp_path):
     with pytest.raises(type(error)) as raised, during("could not save", tmp_path):

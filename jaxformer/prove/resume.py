@@ -24,12 +24,11 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-import jaxformer.training.report as reports
 from jaxformer.config.strict import Strict, within
 from jaxformer.parallel import multihost
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.prove import states
-from jaxformer.training import run
+from jaxformer.training import records, run
 from jaxformer.training.checkpoints import Checkpoints
 
 ABOUT = """A run of CONFIG that is killed (kill -9) and resumed, against one that is not: equal to the bit, or the first leaf
@@ -180,7 +179,7 @@ def _kill(trainer: Trainer, directory: Path, steps: int, folder: Path) -> dict[s
 
 def state_of(directory: Path, step: int) -> dict[str, np.ndarray]:
     """The leaves of the newest checkpoint of a run. Raises ValueError unless it is that of ``step``."""
-    abstract = jax.eval_shape(functools.partial(run.initial_state, run.read_run(directory)))
+    abstract = jax.eval_shape(functools.partial(run.initial_state, run.read_run(directory, trust=True)))
     with Checkpoints(directory / "checkpoints") as checkpoints:
         state = checkpoints.restore(abstract)
     if state is None or int(state.step) != step:
@@ -240,7 +239,7 @@ def write_restored(script: str, out: str, *arguments: str) -> None:
     asked = run.parse(list(arguments), train.DEFAULT).config
     with multihost.joined(asked.distributed):
         directory = Path(asked.run_dir)
-        config = replace(run.read_run(directory), mesh=asked.mesh)
+        config = replace(run.read_run(directory, trust=True), mesh=asked.mesh)
         abstract = jax.eval_shape(functools.partial(run.initial_state, config))
         placement = train.make_placement(config, config.mesh.make(), run.make_objective(config), abstract)
         state = Checkpoints(directory / "checkpoints").restore(placement.like(abstract))
@@ -277,5 +276,5 @@ def _compare(options: Options, undisturbed: Path, killed: Path, console: Console
 
 
 def _records(directory: Path) -> list[dict[str, Any]]:
-    records = reports.records(directory / "metrics.jsonl")
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+    found = records.records(directory / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in found]

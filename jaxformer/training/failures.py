@@ -30,7 +30,11 @@ def during(what: str, directory: Path, kind: type[Exception] = Exception) -> Ite
     except Failed:
         raise
     except kind as error:
-        reason = _reason(error)
+        causes = _causes(error)
+        for cause in causes:
+            if isinstance(cause, Failed):  # what failed afterwards, such as closing what had failed, says less
+                raise cause from error
+        reason = next(filter(None, map(_reason, causes)), None)
         if reason is None:
             raise
         steps = saved_steps(directory)
@@ -50,24 +54,25 @@ def ignore_closed_loops() -> None:
     sys.unraisablehook = hook
 
 
-def _reason(error: BaseException) -> str | None:
-    """ "path: reason" of an error or of what caused it."""
-    seen: list[BaseException] = []
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error and all that led to it."""
+    causes: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
         raised = pending.pop(0)
-        if raised is None or any(raised is other for other in seen):
-            continue
-        seen.append(raised)
-        if isinstance(raised, OSError) and raised.errno is not None:
-            where = raised.filename2 or raised.filename
-            shown = os.fsdecode(where) if isinstance(where, str | bytes) else None
-            return f"{shown}: {raised.strerror}" if shown else f"{raised.strerror}"
-        if not isinstance(raised, OSError):
-            text = str(raised)
-            named = next((reason for reason in _REASONS if reason in text), None)
-            path = re.search(r"[\"'](/[^\"']+)[\"']", text)
-            if named is not None:
-                return f"{path[1]}: {named}" if path else named
-        pending += [*getattr(raised, "exceptions", ()), raised.__cause__, raised.__context__]
-    return None
+        if raised is not None and not any(raised is cause for cause in causes):
+            causes.append(raised)
+            pending += [*getattr(raised, "exceptions", ()), raised.__cause__, raised.__context__]
+    return causes
+
+
+def _reason(error: BaseException) -> str | None:
+    """``path: reason``; None for an error that is none of the operating system's."""
+    if isinstance(error, OSError):
+        where = error.filename2 or error.filename
+        shown = f"{os.fsdecode(where)}: " if isinstance(where, str | bytes) else ""
+        return f"{shown}{error.strerror}" if error.errno is not None else None
+    text = str(error)
+    reason = next((reason for reason in _REASONS if reason in text), None)
+    path = re.search(r"[\"'](/[^\"']+)[\"']", text)
+    return f"{path[1]}: {reason}" if path and reason else reason

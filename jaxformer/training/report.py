@@ -78,23 +78,25 @@ class Report:
                 self._events.close()
 
     def timed(self, steps: Iterable[int]) -> Iterator[int]:
-        """The steps, while the time of training alone is taken: without compiling, and without what follows a ``train`` that
-        says that an evaluation does."""
+        """The steps, while the time of training alone is taken: without compiling, and without what comes between ``pause`` and
+        the next step."""
         for step in steps:
             if self._since is None and step > self._start + 1:
                 self.settle()  # waits for the devices: from here on their time counts
                 self._since = time.perf_counter()
             yield step
 
-    def train(self, step: int, metrics: Any, evaluates: bool = False) -> None:
+    def train(self, step: int, metrics: Any) -> None:
         """To be called when update ``step`` has been dispatched. Its metrics are shown when the next one has been: reading them
-        at once would wait for the devices. evaluates: an evaluation comes next; they are shown now, and the clock stops."""
+        at once would wait for the devices."""
         self._open()
         self.settle()
         self._pending = (step, metrics)
-        if evaluates:
-            self.settle()
-            self._spent, self._since = self._training_seconds(), None
+
+    def pause(self) -> None:
+        """Waits for the update, shows its metrics and stops the clock: what comes until the next step is not training."""
+        self.settle()
+        self._spent, self._since = self._training_seconds(), None
 
     def _training_seconds(self) -> float:
         return self._spent + (time.perf_counter() - self._since if self._since is not None else 0.0)
