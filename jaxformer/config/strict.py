@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxformer.config.components import from_plain, nearest, to_plain
 
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that a model can be stored and computed in, and that a cache can hold."""
 SEEDS = 2**32
