@@ -122,8 +122,8 @@ def first_step(lock: Lock, restored: Any, steps: int) -> int:
 
 
 def agreed(config: run.Config, corpus: data.Data, mesh: Mesh) -> run.Config:
-    """``config`` with a model that fits the tokenizer. Raises ValueError where processes differ in what they train on, and where
-    the batch does not divide by the devices."""
+    """``config`` with a model that fits the tokenizer. Raises ValueError where processes differ in what they train on, and
+    where the batch does not divide by the devices."""
     cfg = run.fit_tokenizer(config.model, corpus.tokenizer)
     config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     multihost.agree("text or tokenizer", (corpus.tokenizer.content_hash, corpus.content_hash))

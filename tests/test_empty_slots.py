@@ -1,5 +1,5 @@
-"""What nobody may see changes nothing, whatever it is, NaN and infinity too: slots of a cache that hold no token or one that was
-taken back, padding given as embeddings, guesses that are rejected."""
+"""What nobody may see changes nothing, whatever it is, NaN and infinity too: slots of a cache that hold no token or one that
+was taken back, padding given as embeddings, guesses that are rejected."""
 
 import dataclasses
 

@@ -72,8 +72,8 @@ def beam_search(
     finished ones; False, as soon as the best running one, at its present length, scores no better than the worst finished one;
     "never", as soon as it could not at any length, if its further tokens had probability 1.
 
-    banned: ids that are never chosen, such as those that the tokenizer does not have, ``range(tok.vocab_size, cfg.vocab_size)``;
-    the probabilities of the others stay what they are.
+    banned: ids that are never chosen, such as ``range(tok.vocab_size, cfg.vocab_size)``, which the tokenizer does not have; the
+    probabilities of the others stay what they are.
 
     Raises ValueError as ``generate`` does, and for a num_return above num_beams.
     """

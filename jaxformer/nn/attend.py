@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,8 @@ def mix(
     kernel = select.choose(cfg, call)
     if kernel == "xla":
         mask_BTS = visible(info, key_info, causal=causal, window=window)
-        softcap = cfg.attention_softcap
-        how = {"scale": scale, "softcap": softcap, "bias": bias, "observe": observe, "cached": not call.ordered}
+        softcap, cached = cfg.attention_softcap, not call.ordered
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "bias": bias, "observe": observe, "cached": cached}
         mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, **how)
         return checkpoint_name(mixed, label("mixed"))
     scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
