@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ def parse(arguments: list[str], default: Path) -> Command:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
     about = f"{path.name}: {description}"
-    command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog="train.py [CONFIG.py]")
+    try:
+        command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog="train.py [CONFIG.py]")
+    except ValueError as error:  # of Config itself; those of the records in it are shown by tyro, with the same exit code
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
