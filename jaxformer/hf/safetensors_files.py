@@ -19,7 +19,7 @@ from jaxformer.config.textfile import read_bytes, require_regular
 from jaxformer.tokenizers.json_files import parse, read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-LONGEST_HEADER = 16_000_000  # bytes, of some 150,000 tensors; the largest that is published has 40,000 in a file
+LONGEST_HEADER = 16_000_000  # bytes, of some 150,000 tensors; the format's own limit takes gigabytes of memory
 MOST_TENSORS = 200_000  # in a file
 MOST_AXES = 64
 LONGEST_NAME = 1024  # bytes of a key in flax_model.msgpack
