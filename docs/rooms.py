@@ -36,10 +36,10 @@ def files(name: str) -> list[Path]:
 
 
 def edges() -> dict[str, set[str]]:
-    """The rooms that each room imports."""
+    """The rooms that each room imports. What ends a program is no part of a room, though it is called by one's ``__main__``."""
     found: dict[str, set[str]] = {}
     for name in ORDER:
-        targets = {room(module) for path in files(name) for module in imported(path)}
+        targets = {room(m) for path in files(name) for m in imported(path) if not m.startswith("jaxformer.cli.launch.")}
         found[name] = {target for target in targets if target is not None and target != name}
     return found
 
