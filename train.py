@@ -15,32 +15,29 @@ import jax
 from jax.sharding import Mesh
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained
+from jaxformer.cli import pretrained, suitable
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.training import evaluate, run
+from jaxformer.training.guard import Guard
 from jaxformer.training.report import Report, placements, results, show_log
 
 DEFAULT = Path(__file__).parent / "configs" / "quickstart.py"
 
 
-def main(config: run.Config) -> None:
-    config, pretrained_tok, read = pretrained.begin(config)
-    directory, tok, changes = run.open_run(config)
-    mesh = config.mesh.make()
+def main(config: run.Config, trust: bool = False) -> None:
+    config, pretrained_tok, read = pretrained.begin(config, trust)
+    directory, tok, changes = run.open_run(config, trust)
+    suitable.check(config, mesh := config.mesh.make())
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
+    changes += suitable.check_data(config, corpus)
     cfg = run.fit_tokenizer(config.model, tok := corpus.tokenizer)
-    config = dataclasses.replace(config, model=cfg)
+    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
     train = config.train
-    if train.sample_tokens and not cfg.encoder_layers:
-        tok.encode(train.prompt)  # a prompt that cannot be encoded is refused now rather than at the first sample
-    multihost.agree("text or tokenizer", (tok.content_hash, corpus.content_hash))
-    multihost.agree("configuration", config)
-    check_batch({"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}, mesh, train.microbatches)
-
+    agree(config, corpus, mesh)
     objective = run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
@@ -49,19 +46,21 @@ def main(config: run.Config) -> None:
     start = 0 if restored is None else int(restored.step)
     if start > train.steps:
         raise ValueError(f"{directory} is at step {start} already, past train.steps={train.steps}")
-    pretrained.write_run(directory, config, tok)  # from here on nothing is refused
+    pretrained.write_run(directory, config, corpus)  # from here on nothing is refused
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
     evaluation = placement.compile(training.make_evaluate(objective))
     score: dict[str, float] = {}
-    report = Report(directory, start, train.steps, train.log_every, placement.get_metrics)
+    guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
+    report = Report(directory, start, train.steps, train.log_every, guard.fetch)
     with checkpoints, report, multihost.stopping() as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches = data.iterate(corpus.train, start)
         for step in range(start + 1, train.steps + 1):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             report.train(step, metrics)
+            guard.compare(step, state.params)
             if step % train.eval_every == 0 or step == train.steps:
                 current = placement.get_state(state)
                 params = training.ema_params(current.opt_state, current.params)
@@ -73,6 +72,7 @@ def main(config: run.Config) -> None:
                     report.sample(step, *sample(params, config, corpus))
             if stop():
                 break
+        report.settle()  # an update that failed is not saved
         current = placement.get_state(state)
         checkpoints.save(current)  # does nothing unless training stopped between evaluations
         checkpoints.wait()
@@ -87,6 +87,14 @@ def main(config: run.Config) -> None:
         report.console.print(
             f"Stopped after step {int(current.step)}, saved in {directory}. The same command resumes from there."
         )
+
+
+def agree(config: run.Config, corpus: data.Data, mesh: Mesh) -> None:
+    """Raises ValueError where processes differ in what they train on, and where the batch does not divide by the devices."""
+    multihost.agree("text or tokenizer", (corpus.tokenizer.content_hash, corpus.content_hash))
+    multihost.agree("configuration", config)
+    batch = {"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}
+    check_batch(batch, mesh, config.train.microbatches)
 
 
 def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
@@ -135,9 +143,10 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     try:
-        config = run.parse(arguments, DEFAULT)
-        with multihost.joined(config.distributed):
-            main(dataclasses.replace(config, distributed=multihost.DistributedConfig()))  # one run, whatever their number
+        command = run.parse(arguments, DEFAULT)
+        with multihost.joined(command.config.distributed):
+            config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())
+            main(config, command.trust)  # one run, whatever the number of processes
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

@@ -74,6 +74,7 @@ class Rules:
     eos: tuple[int, ...] = (EOS,)
     length_penalty: float = 1.0
     early_stopping: Any = False
+    banned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,13 @@ def search(scorer: Scorer, rules: Rules, noise: float = 0.0) -> Found:
     """The finished hypotheses of one row."""
     n, rng = rules.num_beams, np.random.default_rng(0)
     running, finished, moved = [(0.0, ())], [], False
+    allowed = [token for token in range(scorer.cfg.vocab_size) if token not in rules.banned]
     for length in range(1, rules.max_new_tokens + 1):
         candidates = []
         for parent, logp in enumerate(scorer([tokens for _, tokens in running])):
             total, tokens = running[parent]
             logp = logp + noise * rng.standard_normal(len(logp))
-            candidates += [(total + logp[token], (*tokens, token), parent) for token in range(len(logp))]
+            candidates += [(total + logp[token], (*tokens, token), parent) for token in allowed]
         candidates.sort(reverse=True)
         over = lambda tokens: tokens[-1] in rules.eos or length == rules.max_new_tokens  # noqa: B023
         # what ends counts if it is among the n best of all, going on or not

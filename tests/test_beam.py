@@ -96,6 +96,14 @@ def test_windows_and_encoders_and_numbers_of_beams(name, rules):
     assert_same(run(name, rules), expected)
 
 
+def test_banned_ids_are_never_chosen():
+    """The others' scores stay the model's own. With the last two ids banned, beams and end tokens take all there are."""
+    for rules in (Rules(num_beams=3, banned=(4, 6)), Rules(num_beams=4, banned=(5, 6))):
+        free = beams.expected("llama", dataclasses.replace(rules, banned=()))
+        assert sum(bool(set(rules.banned) & set(sum(row.tokens, ()))) for row in free) >= 3
+        assert_same(run("llama", rules), beams.expected("llama", rules))
+
+
 def test_several_end_tokens_and_another_padding():
     rules = Rules(eos=(EOS, 3, 5))
     expected = beams.expected("llama", rules)
@@ -228,6 +236,8 @@ WRONG = [
     ({"num_return": 0}, "num_return=0"),
     ({"num_return": 4}, "num_return=4 is more than num_beams=3"),
     ({"num_beams": 7}, "num_beams=7 and 1 end ids are too many for a vocabulary of 7"),
+    ({"num_beams": 5, "banned": (5, 6, 6)}, "num_beams=5 and 1 end ids are too many for .* 7 of which 2 are banned"),
+    ({"banned": (7,)}, "banned id 7 is outside the vocabulary of 7"),
     ({"num_beams": 6, "eos": (1, 2)}, "num_beams=6 and 2 end ids are too many"),
     ({"early_stopping": "always"}, "early_stopping='always' must be True, False or 'never'"),
     ({"early_stopping": None}, "early_stopping=None"),

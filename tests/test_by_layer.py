@@ -395,8 +395,8 @@ def test_a_hybrid_on_a_mesh_is_that_of_one_device():
 def test_files_hold_every_layer():
     for name in CASES:
         cfg = config(name)
-        assert from_dict(jf.ModelConfig, to_dict(cfg)) == cfg
-    again = from_dict(jf.ModelConfig, to_dict(config("three kinds")))
+        assert from_dict(jf.ModelConfig, to_dict(cfg), trust=True) == cfg
+    again = from_dict(jf.ModelConfig, to_dict(config("three kinds")), trust=True)
     assert again.attention == (HALF, "grouped", MovingAverage(0.9), "grouped") and type(again.attention) is tuple
 
 

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from jaxformer.tokenizers import chat, tokenizer
+from jaxformer.tokenizers import tokenizer
 from tests import published_tokenizers as made
 from tests.published_tokenizers import TURNS, assistant, loaded, user
 
@@ -142,8 +142,6 @@ def test_without_a_template(tmp_path):
 
 def test_templates_without_jinja_say_what_to_install(tok, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    chat._environment.cache_clear()
-    chat._compiled.cache_clear()
     with pytest.raises(ValueError, match=r"install jaxformer\[hf\]"):
         tok.chat([user("x")])
 

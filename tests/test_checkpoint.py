@@ -113,18 +113,25 @@ def test_a_temporary_name_is_skipped_with_a_warning(copy, caplog):
 
 def test_a_truncated_validation_loss_does_not_stop_a_run(copy):
     truncated("metrics/metrics")(copy / "6")
-    found = restore(copy)
-    assert_equal(found, at(int(found.step)))
+    assert_equal(restore(copy), at(6))
+    assert kept(copy, 5)[1] == 3
     save(copy, at(9), losses=[0.5])
     assert kept(copy, 5)[1] == 9
 
 
 @leaves_coroutines
-def test_nothing_whole_is_nothing_to_restore(copy, caplog):
+def test_steps_of_which_none_can_be_read_stop_the_run_and_stay(copy):
     for step in ("3", "6"):
         truncated("params/d/*")(copy / step)
-    assert restore(copy) is None
-    assert all(str(copy / step) in caplog.text for step in ("3", "6"))
+    before = listing(copy)
+    for read in (restore, params_of):
+        with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be read(.|\n)*  6: .*\n  3: "):
+            read(copy)
+        assert listing(copy) == before
+    for step in ("3", "6"):  # as former versions have left them
+        (copy / step).rename(copy / f"{step}.broken")
+    with pytest.raises(ValueError, match=r"holds only steps that could not be read \(3.broken, 6.broken\)"):
+        restore(copy)
 
 
 # Parameters alone

@@ -45,10 +45,17 @@ def test_a_file_without_a_config(content, tmp_path):
 def test_the_command_line_changes_fields_and_derives_the_rest():
     path = ROOT / "configs" / "dates.py"
     before, _ = run.read_config(path)
-    found = run.parse([str(path), "--model.d-model", "64", "--optim.lr", "0.5", "--train.steps", "7"], FILES[0])
+    found = run.parse([str(path), "--model.d-model", "64", "--optim.lr", "0.5", "--train.steps", "7"], FILES[0]).config
     assert (found.model.d_model, found.optim.lr, found.train.steps, found.run_dir) == (64, 0.5, 7, "runs/dates")
     assert before.model.d_model != 64 and found.model == dataclasses.replace(before.model, d_model=64)
-    assert run.parse(["--run-dir", "here"], path).run_dir == "here"
+    assert run.parse(["--run-dir", "here"], path).config.run_dir == "here"
+
+
+def test_widths_that_a_preset_derived_follow_the_command_line():
+    path = ROOT / "configs" / "quickstart.py"
+    found = run.parse([str(path), "--model.d-model", "384"], path).model
+    assert (found.d_ff, found.head_dim, found.n_kv_heads) == (1024, 64, 2)
+    assert run.parse([str(path), "--model.d-model", "384", "--model.d-ff", "512"], path).model.d_ff == 512
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_trains_and_loads_again(fields, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(state, losses[-1])
     checkpoints.close()
-    loaded_cfg, loaded, tok = jf.load(tmp_path)
+    loaded_cfg, loaded, tok = jf.load(tmp_path, trust=True)
     assert loaded_cfg == cfg and tok.kind == "byte"
     tokens = tiny.tokens(cfg)
     np.testing.assert_array_equal(forward(loaded, tokens, loaded_cfg), forward(state.params, tokens, cfg))

@@ -1,7 +1,10 @@
 """ModelConfig: derived fields, refused values, files."""
 
+import copy
 import dataclasses
+import functools
 import json
+import pickle
 import re
 import sys
 
@@ -21,6 +24,9 @@ SIZES = {"vocab_size": 11, "d_model": 8, "n_layers": 2, "n_heads": 4}
 FULL_SIZE = ["transformer_base", "transformer_big", "decoder_2017", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
 FULL_SIZE += ["llama2_7b", "llama2_70b", "llama3_8b", "llama3_1_8b", "llama3_1_70b", "llama3_2_1b"]
 FULL_SIZE += ["qwen2_5_0_5b", "qwen3_0_6b", "mistral_7b"]
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")
+"""Dtypes that JAX has a name for and no arithmetic of: some end the process, others give wrong numbers."""
+NO_SEEDS = (-1, 2**32, 2**32 + 1, 2**64)
 
 
 def test_frozen_and_hashable():
@@ -59,6 +65,28 @@ def test_replace_works_derived_fields_out_again(change, expected):
     assert {name: getattr(cfg, name) for name in expected} == expected
     again = dataclasses.replace(cfg, n_layers=5)
     assert {name: getattr(again, name) for name in expected} == expected
+
+
+SMALL_SIZES = {"vocab_size": 11, "d_model": 64, "n_layers": 2, "n_heads": 8}
+
+
+@pytest.mark.parametrize("change", [{"d_model": 128}, {"n_heads": 16}, {"n_layers": 1}, {"d_model": 128, "d_ff": 20}])
+@pytest.mark.parametrize("name", ["llama", "transformer_base", "decoder_2017", "gpt2", "qwen3_0_6b"])
+def test_what_a_preset_derives_follows_a_change(name, change):
+    """Widths and depths that a preset works out are those of the preset with the change, however it is made."""
+    preset = getattr(jf.presets, name)
+    before, asked = preset(**SMALL_SIZES), preset(**SMALL_SIZES | change)
+    assert before != asked
+    assert dataclasses.replace(before, **change) == asked
+    assert dataclasses.replace(copy.deepcopy(pickle.loads(pickle.dumps(before))), **change) == asked
+
+
+def test_what_a_preset_derives_is_written_as_a_number():
+    cfg = jf.presets.llama(**SMALL_SIZES)
+    assert cfg.d_ff == 176 != 4 * cfg.d_model
+    assert json.loads(to_json(cfg))["d_ff"] == 176
+    paired = jf.presets.transformer_base(**SMALL_SIZES)
+    assert (paired.encoder_layers, round_trip(paired)) == (2, paired)
 
 
 @pytest.mark.parametrize("explicit", [{"n_kv_heads": 2}, {"head_dim": 4}, {"d_ff": 20}, {"n_kv_heads": 4}, {"d_ff": 32}])
@@ -117,6 +145,12 @@ WRONG = [
     ({"norm_eps": 0.0}, "norm_eps=0.0"),
     ({"norm_eps": "1e-5"}, "norm_eps='1e-5'"),
     ({"norm_eps": None}, "norm_eps=None"),
+    ({"norm_eps": 1e-60}, "norm_eps=1e-60 must be between 1.18e-38 and 3.4e.38 in size: float32"),
+    ({"norm_eps": 1e-40}, "norm_eps=1e-40 must be between 1.18e-38"),  # devices make 0 of what is below the normal numbers
+    ({"rope_theta": 10**60}, "rope_theta=10{60} must be between"),
+    ({"rope_theta": 10**400}, "rope_theta=10.* must be between"),
+    ({"attention_scale": -1e60}, "attention_scale=-1e.60 must be between"),
+    ({"attention_dropout": 1 - 1e-12}, "attention_dropout=0.9.* must be at least 0 and below 1 .it is 1 in float32"),
     ({"rope_theta": float("inf")}, "rope_theta=inf"),
     ({"rope_theta": None}, "rope_theta=None"),
     ({"init_std": None}, "init_std=None"),
@@ -128,6 +162,7 @@ WRONG = [
     ({"dtype": "float31"}, "dtype='float31' is not a dtype"),
     ({"dtype": "int32"}, "dtype='int32' must be a floating dtype"),
     ({"dtype": None}, "dtype=None"),
+    *(({field: name}, f"{field}='{name}' must be a floating dtype: f") for name in NARROW for field in ("dtype", "param_dtype")),
     ({"param_dtype": "b"}, "param_dtype='b'"),
     ({"mlp": "swigl"}, "mlp 'swigl'; did you mean 'swiglu'"),
     ({"mlp": ""}, "mlp ''"),
@@ -198,11 +233,15 @@ def test_configs_of_layers_and_encoder():
         (lambda: jf.TrainConfig(sample_tokens=-1), "sample_tokens=-1"),
         (lambda: jf.TrainConfig(label_smoothing=1.0), "label_smoothing=1.0"),
         (lambda: jf.TrainConfig(loss_chunk=0), "loss_chunk=0"),
+        *((functools.partial(jf.TrainConfig, seed=seed), f"train.seed={seed} must be an integer from 0") for seed in NO_SEEDS),
+        *((functools.partial(jf.DataConfig, seed=seed), f"seed={seed} must be") for seed in NO_SEEDS),
         (lambda: jf.TrainConfig(step=3), "no field 'step'; did you mean 'steps'"),
         (lambda: jf.OptimConfig(schedule="cosin"), "schedule 'cosin'; did you mean 'cosine'"),
         (lambda: jf.OptimConfig(lr=0.0), "lr=0.0"),
         (lambda: jf.OptimConfig(lr=float("nan")), "lr=nan"),
         (lambda: jf.OptimConfig(beta1=1.0), "beta1=1.0"),
+        (lambda: jf.OptimConfig(beta2=1 - 1e-12), "optim.beta2=0.9.* below 1 .it is 1 in float32"),
+        (lambda: jf.OptimConfig(eps=1e-60), "eps=1e-60 must be between"),
         (lambda: jf.OptimConfig(warmup_steps=-1), "warmup_steps=-1"),
         (lambda: jf.Config(model=CFG, dat=None), "no field 'dat'; did you mean 'data'"),
     ],
@@ -216,7 +255,7 @@ def test_wrong_fields_of_the_other_configs_are_refused(make, message):
 
 
 def round_trip(cfg):
-    return from_dict(type(cfg), json.loads(to_json(cfg)))
+    return from_dict(type(cfg), json.loads(to_json(cfg)), trust=True)
 
 
 CONFIGS = tiny.PRESETS | {name: getattr(jf.presets, name)() for name in FULL_SIZE}

@@ -84,7 +84,9 @@ def test_sigmoid_attention_is_trained_saved_loaded_and_sampled(tmp_path):
     run("sigmoid_attention", tmp_path, str(ROOT / "train.py"), str(ROOT / "examples" / "sigmoid_attention.py"), *small)
     component = json.loads((tmp_path / "run" / "config.json").read_text())["model"]["attention"]
     assert component == {"component": "examples.sigmoid_attention:SigmoidAttention", "temperature": 0.5}
-    sampled = run("", tmp_path, "-m", "jaxformer.sample", "run", "def ", "--max-new-tokens", "8", "--temperature", "0")
+    sampled = run(
+        "", tmp_path, "-m", "jaxformer.sample", "run", "def ", "--trust", "--max-new-tokens", "8", "--temperature", "0"
+    )
     assert sampled.startswith("def ") and len(sampled.strip()) > 5
 
 

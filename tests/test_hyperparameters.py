@@ -27,7 +27,7 @@ def swapped(**fields):
 
 
 def round_trip(cfg):
-    return from_dict(type(cfg), json.loads(to_json(cfg)))
+    return from_dict(type(cfg), json.loads(to_json(cfg)), trust=True)
 
 
 # Equality
@@ -73,7 +73,7 @@ def test_json_holds_the_path_and_every_hyperparameter():
 
 def test_a_file_may_leave_defaults_out():
     plain = json.loads(to_json(CFG)) | {"mlp": {"component": PATH, "width": 4}}
-    assert from_dict(jf.ModelConfig, plain) == swapped(mlp=example.NarrowMlp(width=4))
+    assert from_dict(jf.ModelConfig, plain, trust=True) == swapped(mlp=example.NarrowMlp(width=4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def test_wrong_hyperparameters_are_refused(value, message):
 )
 def test_wrong_files_are_refused(plain, message):
     with pytest.raises(ValueError, match=f"mlp=.*{message}"):
-        from_dict(jf.ModelConfig, json.loads(to_json(CFG)) | {"mlp": plain})
+        from_dict(jf.ModelConfig, json.loads(to_json(CFG)) | {"mlp": plain}, trust=True)
 
 
 # The command line
@@ -172,7 +172,7 @@ def config_file(folder, cfg):
     path = folder / "own.py"
     path.write_text(
         f'"""Mine."""\nimport example_components, jaxformer as jf\nfrom jaxformer.config.strict import from_dict\n'
-        f"config = jf.Config(model=from_dict(jf.ModelConfig, {json.loads(to_json(cfg))!r}))\n"
+        f"config = jf.Config(model=from_dict(jf.ModelConfig, {json.loads(to_json(cfg))!r}, trust=True))\n"
     )
     return path
 
@@ -180,14 +180,14 @@ def config_file(folder, cfg):
 def test_the_command_line_changes_one_hyperparameter(tmp_path):
     cfg = swapped(mlp=example.NarrowMlp(4, 2.0, ((1, 3),)))
     path = config_file(tmp_path, cfg)
-    parsed = run.parse([str(path), "--model.mlp.width", "8", "--model.d-ff", "20"], path)
+    parsed = run.parse([str(path), "--model.mlp.width", "8", "--model.d-ff", "20"], path).config
     assert parsed.model == dataclasses.replace(cfg, mlp=example.NarrowMlp(8, 2.0, ((1, 3),)), d_ff=20) != cfg
-    assert run.parse([str(path)], path).model == cfg
+    assert run.parse([str(path)], path).config.model == cfg
 
 
 def test_the_command_line_takes_a_path_with_hyperparameters(tmp_path):
     path = config_file(tmp_path, CFG)
-    parsed = run.parse([str(path), "--model.mlp", f"{PATH}(width=8)"], path)
+    parsed = run.parse([str(path), "--model.mlp", f"{PATH}(width=8)"], path).config
     assert parsed.model == swapped(mlp=example.NarrowMlp(width=8))
 
 

@@ -104,7 +104,7 @@ def test_metrics_are_means_over_the_weight():
     optimizer, batch = optax.sgd(0.1), next(batches())
     objective = preferences(CFG, tiny.drawn(CFG, seed=5))
     _, metrics = jax.jit(jf.training.make_update(objective, optimizer))(fresh(optimizer, tiny.drawn(CFG)), batch)
-    assert metrics.keys() == {"loss", "accuracy", "weight", "grad_norm"}  # this optimizer tells no learning rate
+    assert metrics.keys() == {"loss", "accuracy", "weight", "grad_norm", "nonfinite"}  # this optimizer tells no learning rate
     total, sums = objective(tiny.drawn(CFG), batch, None)
     assert float(metrics["weight"]) == pytest.approx(batch["trust"].sum(), rel=1e-6)
     assert float(metrics["loss"]) == pytest.approx(float(total / sums["weight"]), rel=1e-5)

@@ -74,7 +74,7 @@ def test_the_config_of_a_run_at_full_size_is_todays(folder, name):
     values = json.loads((folder / "full_config_json" / f"{name}.json").read_text())
     with pytest.raises(ValueError, match="ModelConfig has no field 'save'|ModelConfig has no field|Experts has no field"):
         from_dict(run.Config, values)
-    assert from_dict(run.Config, migrated(values)) == run.parse([str(path)], path)
+    assert from_dict(run.Config, migrated(values)) == run.parse([str(path)], path).config
     assert migrated(migrated(values)) == migrated(values)
 
 
@@ -95,7 +95,7 @@ def test_an_old_run_goes_on_to_where_it_would_have_come(folder, name, train, mon
     monkeypatch.chdir(folder)
     before = expected(folder, name)
     flags = [str(word) for field, value in before["flags"].items() for word in (f"--{RENAMED.get(field, field)}", value)]
-    train.main(run.parse([str(ROOT / "configs" / f"{name}.py"), *flags, "--run-dir", name], train.DEFAULT))
+    train.main(run.parse([str(ROOT / "configs" / f"{name}.py"), *flags, "--run-dir", name], train.DEFAULT).config)
     found = dict(specs.walk(jf.load(name)[1]))
     changed = [np.abs(found[path] - array).max() for path, array in arrays(folder, name, 4).items()]
     assert max(changed) > 1e-4, "it was trained further"

@@ -154,7 +154,7 @@ def test_the_command_line_decides_nothing_that_the_folder_does(tmp_path):
     file = ROOT / "configs" / "quickstart.py"
     with pytest.raises(ValueError, match="--model.n-layers would have no effect with --init.from"):
         run.parse(["--init.from", "x", "--model.n-layers", "2"], file)
-    parsed = run.parse(["--init.from", "x", "--model.dtype", "bfloat16"], file)
+    parsed = run.parse(["--init.from", "x", "--model.dtype", "bfloat16"], file).config
     assert (parsed.init.folder, parsed.model.execution.dtype) == ("x", "bfloat16")
     with pytest.raises(ValueError, match="init.revision needs init.from"):
         InitConfig(revision="main")

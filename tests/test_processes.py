@@ -296,7 +296,7 @@ def test_fields_that_contradict_each_other(fields, message):
 def test_the_command_line_says_what_is_missing_before_any_work(tmp_path, capsys):
     config, flags = ROOT / "configs" / "quickstart.py", ["--distributed.coordinator", "localhost:1"]
     all_three = [*flags, "--distributed.num-processes", "2", "--distributed.process-id", "1"]
-    assert run.parse([*all_three, "--run-dir", str(tmp_path)], config).distributed.on
+    assert run.parse([*all_three, "--run-dir", str(tmp_path)], config).config.distributed.on
     wrong = {
         "distributed.num_processes and distributed.process_id must be given too": flags,
         "pmap' runs in one process": [*all_three, "--train.parallel", "pmap"],

@@ -65,7 +65,7 @@ def hooked(self, step, metrics):
         os.kill(os.getpid(), signal.SIGINT)
 
 train.Report.train = hooked
-train.main(train.run.parse(sys.argv[3:], train.DEFAULT))
+train.main(train.run.parse(sys.argv[3:], train.DEFAULT).config)
 """
 
 

@@ -139,6 +139,27 @@ def test_a_file_of_prompts_gives_json_lines_and_is_gone_on_with(which, request, 
     assert out.read_text(encoding="utf-8") == "".join(whole)
 
 
+@pytest.mark.parametrize("which", ["decoder", "translator"])
+def test_ids_without_a_token_are_never_chosen(which, tmp_path, capsys):
+    """By beams as by sampling: a model may have more ids than its tokenizer."""
+    tok = tokenizer.train("char", [LETTERS])
+    base = tiny.PRESETS["transformer_base" if which == "translator" else "llama_mha"]
+    more = {"start_token": tok.bos_id} if which == "translator" else {}
+    cfg = dataclasses.replace(base, vocab_size=tok.vocab_size + 200, n_layers=1, max_length=32, **more)
+    params = written(tmp_path / "run", cfg, tok)
+    prompt = {"source": [tok.encode("a line.")]} if which == "translator" else {"prompts": [tok.encode("a line.")]}
+    free = jf.beam_search(params, cfg=cfg, max_new_tokens=8, **{"prompts": None} | prompt)
+    assert (np.asarray(free.tokens) >= tok.vocab_size).any(), "the model would choose them"
+    allowed = {"banned": range(tok.vocab_size, cfg.vocab_size), "eos": tok.eos_id}
+    best = jf.beam_search(params, cfg=cfg, max_new_tokens=8, **{"prompts": None} | prompt | allowed)
+    ids = np.asarray(best.tokens)[0, 0, : int(best.lengths[0, 0])]
+    assert (ids < tok.vocab_size).all()
+    text = tok.decode(ids[ids != tok.eos_id].tolist())
+    before = "" if which == "translator" else "a line."
+    assert call(capsys, tmp_path / "run", "a line.", "--max-new-tokens", 8, "--num-beams", 4) == f"{before}{text}\n"
+    call(capsys, tmp_path / "run", "a line.", "--max-new-tokens", 8, "--num-beams", 0)  # an id without a token would raise
+
+
 def test_outputs_of_other_prompts_are_not_overwritten(decoder, tmp_path):
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text("one\ntwo\n")

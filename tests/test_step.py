@@ -148,7 +148,7 @@ def test_metrics():
     assert norm > OPTIM.clip_norm  # what is reported is the norm before clipping
     found = trained("decoder", "jit", 1)[1]
     # 1e-5: float32 sums, compiled in another program
-    expected = expected | {"loss": loss, "grad_norm": norm, "lr": OPTIM.lr / 2}
+    expected = expected | {"loss": loss, "grad_norm": norm, "lr": OPTIM.lr / 2, "nonfinite": 0}
     assert found[0] == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
     assert found[0]["weight"] == batch["weights"].sum()
     rates = [float(learning_rate(OPTIM, jnp.int32(step), STEPS)) for step in range(STEPS)]

@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import io
+import json
 import subprocess
 import sys
 
@@ -219,6 +220,29 @@ def test_damaged_files(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["byte", "char"])
+def test_other_libraries_read_what_is_exported(tmp_path, kind):
+    """transformers' AutoTokenizer reads the file by this package, as an object of that class."""
+    tokenizers = pytest.importorskip("tokenizers")
+    text = "the quick  fox\n\t日é😀 x\u2581\xa0 '\"\\ \x00\x7f\xad"
+    tok = tokenizer.train(kind, [text])
+    path = tok.export(tmp_path / kind)
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    again = tokenizer.load(tmp_path / kind)
+    for part in (text, "", *text):
+        assert theirs.encode(part).ids == again.encode(part) == tok.encode(part)
+        assert theirs.decode(tok.encode(part)) == again.decode(tok.encode(part)) == part
+    assert [theirs.token_to_id(f"<{name}>") for name in ("pad", "bos", "eos")] == [tok.pad_id, tok.bos_id, tok.eos_id]
+    assert (again.pad_id, again.bos_id, again.eos_id) == (tok.pad_id, tok.bos_id, tok.eos_id)
+    assert again.token_bytes.tolist() == tok.token_bytes.tolist()
+    config = json.loads((tmp_path / kind / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and config["eos_token"] == "<eos>"
+    if kind == "char":
+        for other in (theirs.encode, again.encode, tok.encode):
+            with pytest.raises(Exception, match="WordLevel error|not in the tokenizer's table"):
+                other("Ж")
 
 
 def test_nearest_file_is_named(tmp_path, toks):

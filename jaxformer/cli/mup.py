@@ -24,7 +24,7 @@ import tyro
 
 from jaxformer.cli.launch import STATUS
 from jaxformer.config import ModelConfig
-from jaxformer.config.strict import Strict, within
+from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.nn.listening import capture
 from jaxformer.tokenizers.disk_cache import target, write
 from jaxformer.training.objective import loss
@@ -50,13 +50,14 @@ class Options(Strict):
     length: int = 32
     """Tokens of a sequence."""
     seed: int = 0
-    """Of the tokens and the initial parameters."""
+    """Of the tokens and the initial parameters, from 0 to 4294967295 (2^32 − 1)."""
     out: Path = Path("mup.png")
     """Where the drawing goes; the ending decides its format, such as .png, .pdf or .svg."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 1, math.inf, "steps", "rows", "length")
+        check_seed("seed", self.seed)
         if len(set(self.widths)) < 2 or min(self.widths) <= 0:
             raise ValueError(f"widths={self.widths} must be two different positive numbers or more")
 

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxformer import hf
+from jaxformer.cli import texts
 from jaxformer.config import Execution, ModelConfig
-from jaxformer.config import spec as specs
-from jaxformer.hf.config_reader import read_json
+from jaxformer.config.strict import fits
+from jaxformer.data import Data
 from jaxformer.hf.hub import GENERATION, copy_generation_config, generation_config, locate
 from jaxformer.hf.load import prepare
 from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.tokenizers import tokenizer
+from jaxformer.tokenizers.json_files import read_json
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.digest import summaries
 
 BALANCE = ("balance_loss", "router_z_loss", "balance_rate")
 """What keeps experts in use comes with a published model, unless the run says otherwise."""
@@ -33,11 +35,12 @@ def is_published(folder: Path) -> bool:
     return not folder.is_dir() or (path.is_file() and "model_type" in read_json(path))
 
 
-def load(where: str | Path) -> tuple[ModelConfig, dict, Any]:
-    """``cfg, params, tok`` of a run directory, a published folder or a hub's id. Errors as of ``jf.load``, ``jf.hf.load``."""
+def load(where: str | Path, trust: bool = False) -> tuple[ModelConfig, dict, Any]:
+    """``cfg, params, tok`` of a run directory, a published folder or a hub's id. trust: as of ``jf.load``. Errors as of
+    ``jf.load``, ``jf.hf.load``."""
     where = os.path.expanduser(where)
     if not is_published(Path(where)):
-        return run.load(where)
+        return run.load(where, trust=trust)
     folder = locate(where)
     return *hf.load(folder), tokenizer.load(folder)
 
@@ -47,72 +50,66 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     that the tokenizer does not have is never chosen, and left out. Raises ValueError for what is no id."""
     named = generation_config(locate(where)).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"{where}: eos_token_id={named!r} must be an id or a list of ids")
+    if wrong := [i for i in ids if not fits(i, int)]:
+        raise ValueError(f"{where}: eos_token_id={wrong[0]!r} is no id of a token")
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if 0 <= i < tok.vocab_size))
 
 
 def digest(params: Any) -> str:
-    """A short hash of all parameters. Of each tensor's bits, taken as integers, it sums every one times an odd number that
-    depends on its index, modulo 2^32: a sum of integers is exact in any order, and another value of one element changes it."""
-
-    def total(x: jax.Array) -> jax.Array:
-        unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-        bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).ravel()
-        return jnp.sum(bits * (2 * jax.lax.iota(jnp.uint32, bits.size) + 1), dtype=jnp.uint32)
-
-    sums = jax.jit(lambda params: jax.tree.map(total, params))(params)
-    shapes = [(path, x.shape, str(x.dtype)) for path, x in specs.walk(params)]
-    return hashlib.sha256(repr((shapes, [int(x) for _, x in specs.walk(sums)])).encode()).hexdigest()[:16]
+    """A short hash of all parameters."""
+    return hashlib.sha256(repr(summaries(params)).encode()).hexdigest()[:16]
 
 
-def begin(config: run.Config) -> tuple[run.Config, Any, Callable[..., dict] | None]:
+def begin(config: run.Config, trust: bool = False) -> tuple[run.Config, Any, Callable[..., dict] | None]:
     """A config whose model is the one that ``init.from`` names; its tokenizer, None where the run or the config has one; and a
-    function that reads its parameters (of shapes, with the shardings they are to have or without), None for fresh ones.
+    function that reads its parameters (of shapes, with the shardings they are to have or without), None for fresh ones. trust:
+    whether to follow the import paths of the run that ``init.from`` names, which runs code.
 
     Raises ValueError, before anything large is read, where a run that exists began elsewhere, and where model and data
     cannot be had together.
     """
     init, directory = config.init, Path(config.run_dir)
-    before = run.read_run(directory) if (directory / "config.json").exists() else None
+    before = run.read_former(config, trust)
     if before is not None and before.init != init:
         sources = [i.folder or "fresh parameters" for i in (before.init, init)]
         raise ValueError(f"{directory} began from {sources[0]}, not from {sources[1]}; choose another --run-dir")
     if init.folder is None:
         return config, None, None
     if before is not None:  # the folder may be gone, and is needed only where the run was stopped before its first checkpoint
-        return _adopt(config, before.model), None, lambda like=None: _prepare(config)[1](like)
-    cfg, read = _prepare(config)
+        return _adopt(config, before.model), None, lambda like=None: _prepare(config, trust)[1](like)
+    cfg, read = _prepare(config, trust)
     if not cfg.causal and config.data.task == "text":
         raise ValueError(f"{init.folder} is no language model: its tokens see those after them, which is what it would learn")
     return _adopt(config, cfg), _tokenizer(config, cfg), read
 
 
-def write_run(directory: Path, config: run.Config, tok: Any) -> None:
-    """``run.write_run``, and the ids that end an output of the model of ``init.from``, beside the tokenizer's eos."""
+def write_run(directory: Path, config: run.Config, corpus: Data) -> None:
+    """``run.write_run``, the hashes of its texts, and the ids that end an output of the model of ``init.from``, beside the
+    tokenizer's eos."""
     if multihost.first():
         where = config.init.folder
-        run.write_run(directory, config, tok)
+        run.write_run(directory, config, corpus.tokenizer)
+        texts.write(directory, config.data, corpus)
         if where is not None and not (directory / GENERATION).exists():
             with contextlib.suppress(FileNotFoundError):  # a run that goes on does not need the folder it began from
                 copy_generation_config(locate(where, config.init.revision), directory)
     multihost.shared(directory / "config.json")
 
 
-def _prepare(config: run.Config) -> tuple[ModelConfig, Callable[..., dict]]:
+def _prepare(config: run.Config, trust: bool) -> tuple[ModelConfig, Callable[..., dict]]:
     """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
     where, dtype = str(config.init.folder), config.model.param_dtype
     where = os.path.expanduser(where)
     if is_published(Path(where)):
         cfg, published = prepare(where, dtype, revision=config.init.revision)
         return cfg, lambda like=None: published(_shardings(like))
-    cfg = run.read_run(Path(where)).model
+    cfg = run.read_run(Path(where), trust).model
     checkpoints = Checkpoints(Path(where) / "checkpoints")
     if not checkpoints.steps():
         raise FileNotFoundError(f"{where} has no checkpoint")
 
     def read(like: Any = None) -> dict:
-        params = run.load(where, _shardings(like))[1]
+        params = run.load(where, _shardings(like), trust=trust)[1]
         return jax.tree.map(lambda array, param: array.astype(param.dtype or dtype), params, model.spec(cfg))
 
     return cfg, read

@@ -24,7 +24,8 @@ import tyro
 
 from jaxformer.cli import pretrained
 from jaxformer.cli.launch import STATUS
-from jaxformer.config.strict import Strict, to_json, within
+from jaxformer.config.strict import Strict, check_seed, to_json, within
+from jaxformer.config.textfile import read_text
 from jaxformer.decode.beam import beam_search
 from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
@@ -68,14 +69,17 @@ class Options(Strict):
     length_penalty: float = 1.0
     """Beam search: above 0 favours longer outputs."""
     seed: int = 0
-    """Seed of the random draws."""
+    """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
+    trust: bool = dataclasses.field(default=False, repr=False)
+    """Follow the import paths in the config.json of a run with components of one's own, which runs their code."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How tokens are chosen."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 1, math.inf, "n", "max_new_tokens", "batch_size")
-        within(self, 0, math.inf, "num_beams", "seed")
+        within(self, 0, math.inf, "num_beams")
+        check_seed("seed", self.seed)
         if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
             raise ValueError("give one of: a prompt, --interactive, --file")
         if self.chat and self.interactive and self.n > 1:
@@ -95,7 +99,7 @@ class Writer:
     """A loaded model that turns prompts into outputs."""
 
     def __init__(self, options: Options):
-        self.cfg, params, self.tok = pretrained.load(options.run)
+        self.cfg, params, self.tok = pretrained.load(options.run, options.trust)
         self.options, self._eos = options, pretrained.ends(options.run, self.tok)
         self._params = jax.jit(model.unstack, static_argnums=1)(params, self.cfg)
         self._beams = (4 if self.cfg.encoder_layers else 0) if options.num_beams is None else options.num_beams
@@ -152,6 +156,7 @@ class Writer:
         options, tok = self.options, self.tok
         arguments |= {"num_beams": self._beams, "num_return": options.n, "length_penalty": options.length_penalty}
         arguments |= {"max_new_tokens": options.max_new_tokens, "eos": self._eos, "pad": max(tok.pad_id, 0)}
+        arguments["banned"] = range(tok.vocab_size, self.cfg.vocab_size)  # the model may have more ids than the tokenizer
         out = beam_search(self._params, ids, self.cfg, **arguments)
         tokens, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
         for row, (line, length) in enumerate(zip(tokens.reshape(-1, tokens.shape[-1]), lengths.reshape(-1), strict=True)):
@@ -208,7 +213,7 @@ def write_all(writer: Writer) -> None:
     options = writer.options
     assert options.file is not None
     try:
-        text = options.file.read_text(encoding="utf-8-sig")
+        text = read_text(options.file)
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.file} is not UTF-8: {error}") from error
     prompts = text.removesuffix("\n").split("\n")  # no other character ends a line
@@ -266,7 +271,7 @@ def _written(out: Path | None, prompts: list[str], settings: str) -> int:
         try:
             entry = json.loads(line)
             prompt, made_with = entry["prompt"], entry["settings"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             prompt = made_with = None
         if number >= len(prompts) or prompt != prompts[number]:
             raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import tyro
 
 from jaxformer.config import checks
 from jaxformer.config import execution as executions
-from jaxformer.config.checks import BY_LAYER, letters
+from jaxformer.config.checks import BY_LAYER, MOST_LAYERS, letters
 from jaxformer.config.components import BUILT_IN, normalized
 from jaxformer.config.execution import Execution
 from jaxformer.config.strict import Derived, Strict, dtype_name, within
@@ -20,6 +20,22 @@ from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
 COMPONENTS = tuple(BUILT_IN)
 DEFAULT = Execution()
 Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
+
+
+def _head_dim(cfg: "ModelConfig") -> int:
+    if cfg.d_model % cfg.n_heads:
+        why = "give head_dim or change one"
+        raise ValueError(f"d_model={cfg.d_model} does not divide by n_heads={cfg.n_heads}; {why}")
+    return cfg.d_model // cfg.n_heads
+
+
+DERIVED: dict[str, Callable[[Any], int]] = {
+    "n_kv_heads": lambda cfg: cfg.n_heads,
+    "head_dim": _head_dim,
+    "d_ff": lambda cfg: 4 * cfg.d_model,
+    "encoder_layers": lambda cfg: 0,
+}
+"""Fields that are worked out unless given, and from what."""
 
 
 @jax.tree_util.register_static  # jitted functions take a config as an argument without static_argnums
@@ -39,6 +55,7 @@ class ModelConfig(Strict):
     """
 
     UNCHECKED = COMPONENTS
+    NAMES = BUILT_IN
     FORMER = {"save": "remat_save"}
 
     vocab_size: int
@@ -175,20 +192,16 @@ class ModelConfig(Strict):
             if isinstance(getattr(self, name), list):
                 set_(name, tuple(getattr(self, name)))
         super().__post_init__()
-        within(self, 1, math.inf, "vocab_size", "d_model", "n_layers", "n_heads", "max_length")
+        within(self, 1, 2**31, "vocab_size", "d_model", "n_heads", "max_length")
+        within(self, 1, MOST_LAYERS + 1, "n_layers")
+        within(self, 0, MOST_LAYERS + 1, "encoder_layers")
         self._derive(set_)
         checks.check(self)
 
     def _derive(self, set_):
-        if isinstance(self.n_kv_heads, Derived):
-            set_("n_kv_heads", Derived(self.n_heads))
-        if isinstance(self.head_dim, Derived):
-            if self.d_model % self.n_heads:
-                why = "give head_dim or change one"
-                raise ValueError(f"d_model={self.d_model} does not divide by n_heads={self.n_heads}; {why}")
-            set_("head_dim", Derived(self.d_model // self.n_heads))
-        if isinstance(self.d_ff, Derived):
-            set_("d_ff", Derived(4 * self.d_model))
+        for name, usual in DERIVED.items():
+            if isinstance(value := getattr(self, name), Derived):
+                set_(name, Derived((value.rule or usual)(self), value.rule))
 
     def with_execution(self, **changes: Any) -> "ModelConfig":
         """The same architecture, computed with ``changes`` of ``Execution``'s fields."""
@@ -251,13 +264,12 @@ class ModelConfig(Strict):
             value = getattr(self, name)
             return value if type(value) is tuple else (value,) * self.n_layers
 
-        rows = zip(*map(by_layer, BY_LAYER), map(self.experts.at, range(self.n_layers)), strict=True)
-        kinds = [dict(zip((*BY_LAYER, "experts"), row, strict=True)) for row in rows]
-        configs: list[ModelConfig] = []
-        for number, kind in enumerate(kinds):
-            first = kinds.index(kind)
-            configs.append(configs[first] if first < number else self._layer(number, **kind))
-        return tuple(configs)
+        rows = list(zip(*map(by_layer, BY_LAYER), self.experts.by_layer(self.n_layers), strict=True))
+        configs: dict[tuple, ModelConfig] = {}
+        for number, row in enumerate(rows):
+            if row not in configs:
+                configs[row] = self._layer(number, **dict(zip((*BY_LAYER, "experts"), row, strict=True)))
+        return tuple(configs[row] for row in rows)
 
     def _layer(self, number: int, **kind: Any) -> "ModelConfig":
         """The config of layer ``number``, without what another kind of layer has."""

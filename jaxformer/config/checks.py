@@ -9,18 +9,20 @@ from jaxformer.config.strict import within
 
 BY_LAYER = ("attention", "mlp", "position", "residual", "window")
 """Fields that may be a tuple with one value per layer."""
+MOST_LAYERS = 1024
+"""A config with more blocks is a mistake, or was made to take up memory: each has a config of its own."""
 KEY = frozenset("BTSDLVKGNHFPEJMCRQO")
 """The letters of the dimension key; components may declare others."""
 
 
 def check(cfg: Any) -> None:
     """Raises ValueError, naming the field, for a ModelConfig that fits no model."""
-    within(cfg, 1, math.inf, "n_kv_heads", "head_dim", "d_ff")
-    within(cfg, 0, math.inf, "encoder_layers", "token_types", "position_offset")
-    within(cfg, 1, math.inf, "encoder_heads", "encoder_d_ff")
+    within(cfg, 1, 2**31, "n_kv_heads", "head_dim", "d_ff", "encoder_heads", "encoder_d_ff")
+    within(cfg, 0, 2**31, "token_types", "position_offset")
+    within(cfg, 0, MOST_LAYERS + 1, "encoder_layers")
     positive = ["norm_eps", "rope_theta", "rope_local_theta", "init_std", "attention_scale", "attention_softcap"]
     within(cfg, 0, math.inf, *positive, "logit_softcap", open_low=True)
-    within(cfg, 2, math.inf, "relative_buckets", "relative_distance")
+    within(cfg, 2, 2**31, "relative_buckets", "relative_distance")
     within(cfg, 0, cfg.vocab_size, "start_token")
     if cfg.n_heads % cfg.n_kv_heads:
         raise ValueError(f"n_heads={cfg.n_heads} does not divide by n_kv_heads={cfg.n_kv_heads}")

@@ -19,7 +19,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -102,6 +102,15 @@ def _check_hashable(kind: str, component: Any) -> None:
         raise ValueError(
             f"{kind}={component!r} is not hashable: declare it @dataclass(frozen=True), with tuples for lists"
         ) from error
+
+
+def foreign(value: Any, known: Collection[str]) -> list[str]:
+    """The import paths in a ``value`` from JSON that stands for a component, or for a name beside the ``known`` ones: all texts
+    for which ``imported`` might import something. Nothing is imported."""
+    if isinstance(value, list | tuple):
+        return [path for item in value for path in foreign(item, known)]
+    name = value.get("component") if isinstance(value, dict) else value
+    return [name] if isinstance(name, str) and name not in known and (":" in name or "." in name) else []
 
 
 @functools.cache
@@ -200,7 +209,8 @@ def _tuples(value: Any) -> Any:
 
 
 def from_plain(kind: str, value: Any) -> Any:
-    """What ``to_plain`` made ``value`` from. Raises ValueError where the import path or a field is not there any more."""
+    """What ``to_plain`` made ``value`` from, imported: the caller has to trust its import paths (``foreign``). Raises
+    ValueError where the import path or a field is not there any more."""
     if isinstance(value, list):
         return tuple(from_plain(kind, item) for item in value)
     if not isinstance(value, dict):

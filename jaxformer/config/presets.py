@@ -6,11 +6,22 @@ from typing import Any
 
 from jaxformer.config.architecture import ModelConfig
 from jaxformer.config.components import nearest
+from jaxformer.config.strict import Derived
 from jaxformer.config.subconfigs import Experts, Latent, RopeScaling
 
 
 def _preset(defaults: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**{**defaults, **fields})
+
+
+def _as_many_layers(cfg: ModelConfig) -> int:
+    """An encoder as deep as the decoder."""
+    return cfg.n_layers
+
+
+def _two_thirds(cfg: ModelConfig) -> int:
+    """Two thirds of 4·d_model, for the three matrices of a gated feed-forward, rounded up to a multiple of 16."""
+    return -(-8 * cfg.d_model // 48) * 16
 
 
 def transformer_base(**fields) -> ModelConfig:
@@ -20,7 +31,7 @@ def transformer_base(**fields) -> ModelConfig:
         "vocab_size": 37_000,
         "d_model": 512,
         "n_layers": 6,
-        "encoder_layers": fields.get("n_layers", 6),
+        "encoder_layers": Derived(0, _as_many_layers),
         "n_heads": 8,
         "max_length": 512,
         "mlp": "relu",
@@ -96,9 +107,7 @@ def llama(**fields) -> ModelConfig:
         near = [f"{name!r}{nearest(name, ModelConfig.keywords())}" for name in fields if name not in ModelConfig.keywords()]
         hint = f"; unknown: {', '.join(near)}" if near else ""
         raise ValueError(f"llama needs {', '.join(missing)}{hint}")
-    defaults: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope"}
-    if isinstance(fields["d_model"], int):
-        defaults["d_ff"] = -(-8 * fields["d_model"] // 48) * 16
+    defaults: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "position": "rope", "d_ff": Derived(0, _two_thirds)}
     return _preset(defaults, fields)
 
 

@@ -97,8 +97,8 @@ class Experts(Strict):
         if isinstance(self.layers, list | tuple) and all(isinstance(layer, int) for layer in self.layers):
             object.__setattr__(self, "layers", tuple(sorted(set(self.layers))))
         super().__post_init__()
-        within(self, 0, math.inf, "n_experts", "d_ff", "shared", prefix="experts.")
-        within(self, 1, math.inf, "per_token", "groups", "groups_per_token", prefix="experts.")
+        within(self, 0, 2**31, "n_experts", "d_ff", "shared", prefix="experts.")
+        within(self, 1, 2**31, "per_token", "groups", "groups_per_token", prefix="experts.")
         within(self, 0, math.inf, "scale", open_low=True, prefix="experts.")
         if not self.n_experts:
             changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
@@ -130,11 +130,13 @@ class Experts(Strict):
         if self.n_experts and (cfg.mlp_bias or cfg.encoder_layers):
             raise ValueError("experts have no biases (mlp_bias), and are not for encoder–decoders")
 
-    def at(self, layer: int) -> "Experts":
-        """Those of one layer."""
-        if self.layers is not None and layer not in self.layers:
-            return Experts()
-        return dataclasses.replace(self, layers=None)
+    def by_layer(self, n_layers: int) -> tuple["Experts", ...]:
+        """Those of each layer."""
+        chosen, none = dataclasses.replace(self, layers=None), Experts()
+        if self.layers is None:
+            return (chosen,) * n_layers
+        layers = frozenset(self.layers)
+        return tuple(chosen if layer in layers else none for layer in range(n_layers))
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,8 @@ class Latent(Strict):
 
     def __post_init__(self):
         super().__post_init__()
-        within(self, 0, math.inf, "rank", "query_rank", prefix="latent.")
-        within(self, 1, math.inf, "rope_dim", "value_dim", prefix="latent.")
+        within(self, 0, 2**31, "rank", "query_rank", prefix="latent.")
+        within(self, 1, 2**31, "rope_dim", "value_dim", prefix="latent.")
         within(self, 0, math.inf, "norm_eps", open_low=True, prefix="latent.")
         if self.rope_dim % 2:
             raise ValueError(f"latent.rope_dim={self.rope_dim} is odd: RoPE rotates pairs")

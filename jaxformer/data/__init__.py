@@ -1,7 +1,7 @@
 """Text and pairs as batches that are a pure function of the step: ``load(cfg)``, then ``data.train[step]``."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxformer.data import custom, dates, packing, pairs, text
@@ -32,7 +32,11 @@ class Data:
     summary: dict[str, int]
     """Counts to print: documents or pairs, characters, tokens, what was left out."""
     content_hash: str
-    """Of all texts, by which processes know that they read the same."""
+    """Of all texts, by which processes know that they read the same, and a continued run that it goes on with them."""
+    split_hashes: dict[str, str] = field(default_factory=dict)
+    """The same of each split, by its name, where they are known."""
+    positions: Callable[[], dict[str, tuple[str, int]]] = dict
+    """By kind of row, which field of the DataConfig bounds it and how many positions it has at most, where that is known."""
 
 
 def load(cfg: DataConfig, tok: Tokenizer | None = None, rows: Rows = ALL) -> Data:
@@ -58,20 +62,28 @@ def _text(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             f"{name}_characters": sum(map(len, side)),
             f"{name}_tokens": len(stream.tokens),
         }
+    held_out = packing.validation_batches(validation, cfg, tok.pad_id)
+
+    def positions() -> dict[str, tuple[str, int]]:
+        most = max((int(b["positions"].max()) + 1 if "positions" in b else cfg.length for b in held_out), default=0)
+        training = packing.most_positions(train, cfg)
+        return {"training rows": ("length", training), "validation rows": ("length", most)}
+
     return Data(
         tokenizer=tok,
         train=packing.train_batches(train, cfg, tok.pad_id, rows),
         validation=packing.validation_batches(validation, cfg, tok.pad_id, rows),
-        validation_bytes=packing.target_bytes(packing.validation_batches(validation, cfg, tok.pad_id), tok),
+        validation_bytes=packing.target_bytes(held_out, tok),
         test_pairs=[],
         summary=summary,
-        content_hash=key(documents.train, documents.validation),
+        **_hashes(train=documents.train, validation=documents.validation),
+        positions=positions,
     )
 
 
 def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     texts = pairs.read(cfg)
-    tok = _with_ends(tok or _tokenizer(cfg, *([side for p in split for side in p] for split in texts[:2])))
+    tok = _with_ends(tok or _tokenizer(cfg, *map(_sides, texts[:2])))
     train, validation = (pairs.encode(tok, split, cfg) for split in (texts.train, texts.validation))
     return Data(
         tokenizer=tok,
@@ -87,14 +99,15 @@ def _pairs(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "empty_pairs_skipped": texts.skipped,
             "long_pairs_dropped": train.dropped + validation.dropped,
         },
-        content_hash=key(*(side for split in texts[:2] for side in zip(*split, strict=True))),
+        positions=lambda: _pair_positions(cfg),
+        **_hashes(train=_sides(texts.train), validation=_sides(texts.validation)),
     )
 
 
 def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     train_dates, validation_dates, test_dates = dates.splits()
     sample = dates.distinct(train_dates, 10 * pairs.GENERATED)
-    tok = _with_ends(tok or _tokenizer(cfg, [side for pair in sample for side in pair], []))
+    tok = _with_ends(tok or _tokenizer(cfg, _sides(sample), []))
     held, test = (dates.distinct(split, pairs.GENERATED) for split in (validation_dates, test_dates))
     checked = pairs.encode(tok, sample + held + test, cfg)
     if checked.dropped:
@@ -113,8 +126,23 @@ def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
             "validation_pairs": len(held),
             "test_pairs": len(test),
         },
-        content_hash=key(*zip(*sample, *held, *test, strict=True)),
+        positions=lambda: _pair_positions(cfg),
+        **_hashes(dates=_sides(sample + held + test)),
     )
+
+
+def _pair_positions(cfg: DataConfig) -> dict[str, tuple[str, int]]:
+    return {"sources": ("source_length", cfg.source_length), "targets": ("length", cfg.length)}
+
+
+def _sides(split: Sequence[pairs.Pair]) -> list[str]:
+    return [side for pair in split for side in pair]
+
+
+def _hashes(**texts: Sequence[str]) -> dict[str, Any]:
+    """The fields of ``Data`` that hold hashes, of the texts of each split."""
+    by_split = {name: key(split) for name, split in texts.items()}
+    return {"content_hash": key(*by_split.values()), "split_hashes": by_split}
 
 
 def _tokenizer(cfg: DataConfig, train: list[str], validation: list[str]) -> Tokenizer:

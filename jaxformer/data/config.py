@@ -18,6 +18,7 @@ class DataConfig(Strict):
     """
 
     FORMER = {"separate": "segment_documents"}
+    NAMES = {"task": TASKS}
 
     task: str = "text"
     """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs; or
@@ -48,6 +49,8 @@ class DataConfig(Strict):
     """Seed of the order and of the offsets of training rows."""
     segment_documents: bool = True
     """Keep packed documents apart: segments, positions that restart, no loss across a border. Otherwise one stream."""
+    accept_change: bool = False
+    """Continue a run although its text is no longer the one that it has been trained on."""
 
     def __post_init__(self):
         super().__post_init__()

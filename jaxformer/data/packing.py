@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from jaxformer.data.config import DataConfig
 from jaxformer.tokenizers import disk_cache
 from jaxformer.tokenizers.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
 Batch = dict[str, np.ndarray]
 Rows = slice | np.ndarray
 """Which rows of each batch are made, by number."""
@@ -52,7 +54,7 @@ def encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> Stream:
         raise ValueError(f"this {tok.kind} tokenizer has no eos id to end documents with")
     name = disk_cache.key("stream 1", tok.content_hash, int(eos), texts)
     file = io.BytesIO(disk_cache.cached("tokens", name, lambda: _encode(tok, texts, eos)))
-    return Stream(np.load(file), np.load(file))
+    return Stream(np.load(file, allow_pickle=False), np.load(file, allow_pickle=False))
 
 
 def _encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> bytes:
@@ -113,7 +115,7 @@ def windows(stream: Stream, starts_B: np.ndarray, length: int, pad_id: int, segm
     """Rows of ``length`` tokens from each start, padded past the stream's end: a batch as ``next_token`` gives it.
 
     With ``segment_documents`` also segments [B, T] int32 (1, 2, ... along the row; padding has its own) and positions [B, T]
-    int32 (from 0 in every segment), and weights are 0 where token and target belong to different documents.
+    int32 (from 0 in every segment, 0 on padding), and weights are 0 where token and target belong to different documents.
     """
     at_BT1 = starts_B[:, None] + np.arange(length + 1)
     valid_BT1 = at_BT1 < len(stream.tokens)
@@ -125,7 +127,7 @@ def windows(stream: Stream, starts_B: np.ndarray, length: int, pad_id: int, segm
         begin_BT = np.maximum(stream.bounds[document_BT - 1], starts_B[:, None])
         batch["weights"] *= document_BT == document_BT1[:, 1:]
         batch["segments"] = _ranks(document_BT)
-        batch["positions"] = (at_BT - begin_BT).astype(np.int32)
+        batch["positions"] = np.where(valid_BT1[:, :-1], at_BT - begin_BT, 0).astype(np.int32)
     return batch
 
 
@@ -146,6 +148,12 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
     last = len(stream.tokens) - 1 - cfg.length  # the last start of a full row; negative if there is none
     if len(stream.tokens) < 2:
         raise ValueError(f"the training split has too few tokens ({len(stream.tokens)}) to predict one from another")
+    if last < 0:
+        log.warning(
+            "the training split has %s tokens, less than one row: the rest of every row of data.length=%s is padding",
+            f"{len(stream.tokens):,}",
+            cfg.length,
+        )
 
     def start(stratum: int, rng: np.random.Generator) -> int:
         low = stratum * cfg.length
@@ -154,6 +162,14 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
     strata = grain.MapDataset.range(max(0, last) // cfg.length + 1).seed(cfg.seed).shuffle().repeat()
     starts = strata.random_map(start).batch(cfg.batch_size, batch_fn=np.array)
     return starts.map(lambda starts_B: windows(stream, starts_B[rows], cfg.length, pad_id, cfg.segment_documents))
+
+
+def most_positions(stream: Stream, cfg: DataConfig) -> int:
+    """How many positions a training row has at most: those of its longest part of one document, or all of the row."""
+    if not cfg.segment_documents:
+        return cfg.length
+    inputs = len(stream.tokens) - (len(stream.tokens) > cfg.length)  # in full rows the last token is a target only
+    return int(min(cfg.length, (np.minimum(stream.bounds[1:], inputs) - stream.bounds[:-1]).max(initial=0)))
 
 
 def validation_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL) -> Batches:

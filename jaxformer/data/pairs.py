@@ -1,15 +1,18 @@
 """Pairs of a source and a target text for an encoder–decoder, and their batches."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxformer.data import dates, packing
+from jaxformer.config.textfile import require_regular
+from jaxformer.data import dates, packing, text
 from jaxformer.data.config import DataConfig
+from jaxformer.data.folder import absent
 from jaxformer.data.packing import ALL, Batch, Batches, Rows, Stream
-from jaxformer.data.text import absent, decode, held_out
+from jaxformer.data.text import held_out
 from jaxformer.tokenizers.tokenizer import Tokenizer
 
 Pair = tuple[str, str]
@@ -157,8 +160,9 @@ def _side_by_side(path: str | None, target_path: str) -> tuple[list[Pair], int]:
 
 def _lines(path: str | None) -> list[str]:
     """Lines without their ends; the last may lack one."""
-    file = Path(path or "")
-    if not file.is_file():
-        raise ValueError(f"{path} is a folder: pairs are read from files" if file.is_dir() else absent(str(path)))
-    lines = decode(file, file.read_bytes()).split("\n")
+    file = Path(path or "").expanduser()
+    require_regular(file)
+    if not os.path.isfile(file):
+        raise ValueError(f"{path} is a folder: pairs are read from files" if os.path.isdir(file) else absent(str(file)))
+    lines = text.read(file).split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]

@@ -1,15 +1,14 @@
 """Documents of a text corpus, and which of them are held out."""
 
-import difflib
-import glob
 import hashlib
 import json
-import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxformer.config.textfile import MARK, read_bytes
+from jaxformer.data import folder
 from jaxformer.data.config import DataConfig
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -66,24 +65,24 @@ def unit_hash(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 
-def absent(path: str) -> str:
-    """How to report a path that does not exist: the component that is missing, and the nearest name beside it."""
-    folder, name = os.path.split(os.path.normpath(path))
-    if not os.path.isdir(folder or "."):
-        return f"{path} does not exist: there is no folder {folder}"
-    close = difflib.get_close_matches(name, os.listdir(folder or "."), n=1)
-    return f"{path} does not exist" + (f"; did you mean {os.path.join(folder, close[0])!r}?" if close else "")
-
-
-def decode(path: Path, data: bytes) -> str:
-    """UTF-8 text, line ends as they are. Raises ValueError naming the file and the first byte that is not UTF-8."""
+def read(path: Path) -> str:
+    """UTF-8 text without a byte order mark, line ends as they are. Raises ValueError naming the file: with the first byte that
+    is not UTF-8, or for a file that cannot be read."""
+    data = _content(path)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix(MARK)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
             f"{path}, line {line}: byte {error.start} is not UTF-8; convert it, or leave it out by a glob"
         ) from None
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
@@ -96,27 +95,12 @@ def _split_end(texts: list[str], fraction: float) -> tuple[list[str], list[str]]
 
 
 def _read(pattern: str) -> dict[str, list[str]]:
-    """Documents by file; names are relative to the folder, or to the start of the glob that has no wildcards, with '/'."""
-    if os.path.isfile(pattern):
-        root, paths = Path(pattern).parent, [Path(pattern)]
-    elif os.path.isdir(pattern):
-        root = Path(pattern)
-        paths = [p for p in root.rglob("*") if not any(name.startswith(".") for name in p.relative_to(root).parts)]
-    elif glob.has_magic(pattern):
-        fixed = Path(pattern).parts
-        fixed = fixed[: next(i for i, name in enumerate(fixed) if glob.has_magic(name))]
-        root, paths = Path(*fixed), [Path(p) for p in glob.glob(pattern, recursive=True)]
-    else:
-        raise ValueError(absent(pattern))
-    by_name = {p.relative_to(root).as_posix(): p for p in paths if p.is_file()}
-    if not by_name:
-        raise ValueError(f"no file in folder {pattern}" if os.path.isdir(pattern) else f"no file matches {pattern!r}")
-    files = {name: _documents_of(path) for name, path in sorted(by_name.items())}
-    return {name: texts for name, texts in files.items() if texts}
+    """Documents by file, without files that hold none; names as of ``folder.files``."""
+    return {name: texts for name, path in folder.files(pattern).items() if (texts := _documents_of(path))}
 
 
 def _documents_of(path: Path) -> list[str]:
-    text = decode(path, path.read_bytes())
+    text = read(path)
     if path.suffix != ".jsonl":
         return [text] if text else []
     texts = [_json_text(f"{path}, line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -126,7 +110,7 @@ def _documents_of(path: Path) -> list[str]:
 def _json_text(where: str, line: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         has = f"has {', '.join(map(repr, record))}" if isinstance(record, dict) else f"is a {type(record).__name__}"
@@ -148,7 +132,7 @@ def _standard_library() -> dict[str, list[str]]:
         if _NOT_LIBRARY & set(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
             continue
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = _content(path).decode("utf-8").removeprefix(MARK)
         except UnicodeDecodeError:
             continue
         if text:

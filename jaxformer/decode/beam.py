@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import struct
 from jaxformer.config import ModelConfig
 from jaxformer.decode import loop
 from jaxformer.decode.request import Inputs, Request, Search, Stopping, padded, positive, prepare, read_source
+from jaxformer.decode.sampling import GREEDY
 from jaxformer.nn import model
 from jaxformer.nn.cache import Cache
 from jaxformer.nn.mistakes import answers_mistakes
@@ -55,6 +57,7 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: Stopping = False,
     eos: int | Sequence[int] | None = None,
+    banned: Sequence[int] = (),
     pad: int = 0,
     valid: Any = None,
     source: Any = None,
@@ -68,6 +71,9 @@ def beam_search(
     by an end token, or by ``max_new_tokens``. A row's search ends, by early_stopping: True, as soon as there are num_beams
     finished ones; False, as soon as the best running one, at its present length, scores no better than the worst finished one;
     "never", as soon as it could not at any length, if its further tokens had probability 1.
+
+    banned: ids that are never chosen, such as those that the tokenizer does not have, ``range(tok.vocab_size, cfg.vocab_size)``;
+    the probabilities of the others stay what they are.
 
     Raises ValueError as ``generate`` does, and for a num_return above num_beams.
     """
@@ -87,6 +93,7 @@ def beam_search(
         lengths,
         read_source(source, source_valid, len(ids), cfg),
         max_new_tokens=max_new_tokens,
+        sampling=replace(GREEDY, banned=tuple(banned)),
         eos=eos,
         pad=pad,
         num_return=num_beams,
@@ -94,10 +101,11 @@ def beam_search(
         cache_dtype=cache_dtype,
         search=Search(float(length_penalty), early_stopping),
     )
-    if num_beams + len(request.eos) > cfg.vocab_size:
-        raise ValueError(
-            f"num_beams={num_beams} and {len(request.eos)} end ids are too many for a vocabulary of {cfg.vocab_size}"
-        )
+    choices = cfg.vocab_size - len(set(banned))
+    if num_beams + len(request.eos) > choices:
+        less = f" of which {len(set(banned))} are banned" if banned else ""
+        end_ids = f"num_beams={num_beams} and {len(request.eos)} end ids"
+        raise ValueError(f"{end_ids} are too many for a vocabulary of {cfg.vocab_size}{less}")
     best = _search(params, inputs, request=request)
     return jax.tree.map(lambda x: x[:, :num_return], best)
 
@@ -107,24 +115,24 @@ def _search(params, inputs: Inputs, *, request: Request) -> Beams:
     params = model.unstack(params, request.cfg)
     batch, n = len(inputs.prompts), request.copies
     last_BD, cache, _ = loop.read(params, inputs, request)
-    tokens = jnp.full((batch, n, request.max_new_tokens), request.pad)
-    none = Beams(tokens, jnp.full((batch, n), NEVER), jnp.zeros((batch, n), jnp.int32))
+    tokens = jnp.full((batch, n, request.max_new_tokens), request.pad, jnp.int32)
+    none = Beams(tokens, jnp.full((batch, n), NEVER, jnp.float32), jnp.zeros((batch, n), jnp.int32))
     # All beams of a row start as the same hypothesis: only the first may continue, or all would choose the same tokens.
     running = none.replace(scores=none.scores.at[:, 0].set(0.0))  # type: ignore[attr-defined]
     state = _State(cache, running, none, jnp.ones(batch, bool), jnp.zeros((), jnp.int32))
-    state = _extend(params, last_BD, state, request)
+    state = _extend(params, last_BD, state, inputs.values, request)
 
     def step(state: _State) -> _State:
         token = jnp.take_along_axis(state.running.tokens, (state.running.lengths - 1)[..., None], axis=-1).reshape(-1, 1)
         hidden_BTD, cache, _ = model.apply(params, token, request.cfg, cache=state.cache)
-        return _extend(params, hidden_BTD[:, 0], state.replace(cache=cache), request)  # type: ignore[attr-defined]
+        return _extend(params, hidden_BTD[:, 0], state.replace(cache=cache), inputs.values, request)  # type: ignore[attr-defined]
 
     return jax.lax.while_loop(lambda state: (state.step < request.max_new_tokens) & state.open.any(), step, state).finished
 
 
-def _extend(params, last_BD, state: _State, request: Request) -> _State:
+def _extend(params, last_BD, state: _State, values: dict, request: Request) -> _State:
     """One more token for the running hypotheses."""
-    candidates, parents = _candidates(params, last_BD, state, request)
+    candidates, parents = _candidates(params, last_BD, state, values, request)
     tokens = jnp.take_along_axis(candidates.tokens, (candidates.lengths - 1)[..., None], axis=-1)[..., 0]
     ended = (state.step + 1 >= request.max_new_tokens) | jnp.isin(tokens, jnp.array(request.eos, jnp.int32))
     finished = _finished(candidates, ended, state, request)
@@ -137,11 +145,13 @@ def _extend(params, last_BD, state: _State, request: Request) -> _State:
     return _State(state.cache.take(row, source=False), running, finished, open_, state.step + 1)
 
 
-def _candidates(params, last_BD, state: _State, request: Request) -> tuple[Beams, jax.Array]:
+def _candidates(params, last_BD, state: _State, values: dict, request: Request) -> tuple[Beams, jax.Array]:
     """The best continuations of a row's beams, as many as leave n that go on even if each end token has been chosen for each
     beam; and which beam each continues."""
     n = request.copies
     logp = jax.nn.log_softmax(model.head(params, last_BD[:, None], request.cfg)[:, 0])
+    if "bias" in request.methods.names:
+        logp = logp + values["bias"]  # −inf for the banned
     vocab = logp.shape[-1]
     total = (logp.reshape(-1, n, vocab) + state.running.scores[..., None]).reshape(-1, n * vocab)
     scores, flat = jax.lax.top_k(total, n * max(2, 1 + len(request.eos)))

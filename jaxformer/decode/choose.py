@@ -27,7 +27,7 @@ def choose(logits: jax.Array, methods: Methods, keys: jax.Array) -> jax.Array:
     """Token ids [B] drawn from the logits [B, V] that ``shape`` gives, each row with its own key [B]."""
     if methods.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:]))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 

@@ -108,7 +108,7 @@ def look_up(text: jax.Array, length: jax.Array, draft: PromptLookup) -> tuple[ja
     """Guesses [B, ahead] that follow the latest of the longest earlier matches of the end of ``text`` [B, S], of ``length``
     [B]; and how many guesses there are, [B]."""
     width = text.shape[1]
-    at = jnp.arange(width)
+    at = jnp.arange(width, dtype=jnp.int32)
     alike = jnp.ones(text.shape, bool)
     match = jnp.zeros(text.shape, jnp.int32)
     for back in range(draft.ngram):  # text[j − back] against the text's end
@@ -116,6 +116,6 @@ def look_up(text: jax.Array, length: jax.Array, draft: PromptLookup) -> tuple[ja
         alike = alike & (jnp.roll(text, back, axis=1) == end) & (at >= back) & (length[:, None] > back)
         match = match + alike
     match = jnp.where(at < length[:, None] - 1, match, 0)  # the end itself is no match
-    best = (match * width + at).argmax(1)
+    best = (match * width + at).argmax(1).astype(jnp.int32)
     guesses = jnp.take_along_axis(text, jnp.minimum(best[:, None] + 1 + jnp.arange(draft.ahead), width - 1), axis=1)
     return guesses, jnp.where(match.max(1) > 0, jnp.minimum(draft.ahead, length - 1 - best), 0)

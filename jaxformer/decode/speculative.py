@@ -58,7 +58,7 @@ def run(params: dict, inputs: Inputs, request: Request) -> tuple[Emitted, jax.Ar
     carry = _Round(state, unread, text, inputs.lengths[row] + 1, nothing, nothing, out)
     step = lambda carry: _round(params, draft_params, carry, inputs.values, request)
     carry = jax.lax.while_loop(lambda carry: ~carry.state.done.all(), step, carry)
-    return carry.out, carry.accepted / jnp.maximum(carry.offered, 1)
+    return carry.out, carry.accepted.astype(jnp.float32) / jnp.maximum(carry.offered, 1)
 
 
 def _round(params, draft_params, carry: _Round, values, request: Request) -> _Round:
@@ -114,14 +114,14 @@ def _judge(shaped_p, shaped_q, guesses, keys, request: Request) -> tuple[jax.Arr
     """
     if request.methods.greedy:
         best = jnp.argmax(shaped_p, axis=-1).T.astype(jnp.int32)
-        right = jnp.cumprod(best[:, :-1] == guesses, axis=1).sum(1)
+        right = jnp.cumprod(best[:, :-1] == guesses, axis=1).sum(1, dtype=jnp.int32)
         return right, jnp.take_along_axis(best, right[:, None], axis=1)[:, 0]
     p = jnp.swapaxes(jax.nn.softmax(shaped_p), 0, 1)  # [B, T, V]
     vocab = p.shape[-1]
-    q = jax.nn.one_hot(guesses, vocab) if shaped_q is None else jnp.swapaxes(jax.nn.softmax(shaped_q), 0, 1)
+    q = jax.nn.one_hot(guesses, vocab, dtype=jnp.float32) if shaped_q is None else jnp.swapaxes(jax.nn.softmax(shaped_q), 0, 1)
     p_x, q_x = (jnp.take_along_axis(x[:, : guesses.shape[1]], guesses[..., None], axis=-1)[..., 0] for x in (p, q))
-    uniform = jax.vmap(lambda key: jax.random.uniform(key, guesses.shape[1:]))(keys[:, 1])
-    right = jnp.cumprod(uniform * q_x < p_x, axis=1).sum(1)
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, guesses.shape[1:], jnp.float32))(keys[:, 1])
+    right = jnp.cumprod(uniform * q_x < p_x, axis=1).sum(1, dtype=jnp.int32)
     at = right[:, None, None]
     p_last = jnp.take_along_axis(p, at, axis=1)[:, 0]
     q_last = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]  # 0 after no rejection
@@ -135,7 +135,7 @@ def _count(chosen, right, state: State, request: Request) -> jax.Array:
     count = jnp.minimum(right + 1, request.max_new_tokens - state.new)
     if request.eos:
         ends = jnp.isin(chosen, jnp.array(request.eos))
-        count = jnp.minimum(count, jnp.where(ends.any(1), ends.argmax(1) + 1, chosen.shape[1]))
+        count = jnp.minimum(count, jnp.where(ends.any(1), ends.argmax(1).astype(jnp.int32) + 1, chosen.shape[1]))
     return jnp.where(state.done, 0, count)
 
 

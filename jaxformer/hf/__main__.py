@@ -12,12 +12,12 @@ import tyro
 from jaxformer.cli.launch import STATUS, launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
-from jaxformer.hf.config_reader import read_json
 from jaxformer.hf.hub import copy_generation_config, generation_config, locate, no_folder
 from jaxformer.hf.load import prepare, read_config
 from jaxformer.hf.save import staged
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
+from jaxformer.tokenizers.json_files import read_json
 
 
 def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None:
@@ -76,7 +76,7 @@ def _reference(folder: Path) -> tuple[dict, str]:
     """The reference arrays, and where they come from."""
     path = folder / "reference.npz"
     if path.exists():
-        with np.load(path) as arrays:
+        with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays), path.name
     try:
         from jaxformer.hf import transformers_reference
@@ -146,20 +146,23 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
     print(f"{run}: {specs.count(model.spec(cfg), cfg):,} parameters, and their {tok.file}")
 
 
-def export(run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], family: str | None = None) -> None:
+def export(
+    run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], family: str | None = None, trust: bool = False
+) -> None:
     """Writes a run of train.py as a folder that transformers reads.
 
     Args:
         run: The directory that train.py wrote.
         folder: The folder to write; it must not hold weights yet.
         family: The model_type to write, where several describe the model.
+        trust: Follow the import paths in the run's config.json, which runs their code.
     """
     from jaxformer.training.run import load as load_run
 
     run, folder = Path(os.path.expanduser(run)), Path(os.path.expanduser(folder))
     if not run.is_dir():
         raise FileNotFoundError(no_folder(run))
-    cfg, params, tok = load_run(run)
+    cfg, params, tok = load_run(run, trust=trust)
     save(folder, cfg, params, family, tok=tok, generation=generation_config(run))
     print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")
 

@@ -1,11 +1,10 @@
 """config.json of a published model, read so that nothing in it is passed over: a field is used, is known to have no effect on
 the results, or is refused by name."""
 
-import json
 import logging
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxformer.config.components import nearest
@@ -82,6 +81,13 @@ class ConfigReader:
             raise ValueError(f"config.json: {name}={value!r} must be an integer")
         return value
 
+    def boolean(self, name: str, default: bool) -> bool:
+        """A field's value, which must be true, false or null, which is false."""
+        value = self(name, default)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"config.json: {name}={value!r} must be true or false")
+        return bool(value)
+
     def object(self, name: str) -> dict[str, Any] | None:
         """A field's value, which must be an object, null or missing."""
         value = self(name, None)
@@ -107,31 +113,6 @@ class ConfigReader:
 
 def number(name: str, value: Any) -> float:
     """``value`` as a float. Raises ValueError, naming the field, for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"config.json: {name}={value!r} must be a number")
     return float(value)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys, NaN or infinity. Raises ValueError that names the file."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in values:
-                raise ValueError(f"{name!r} occurs twice")
-            values[name] = value
-        return values
-
-    def refuse(text: str) -> None:
-        raise ValueError(f"{text} is not a number that a config may hold")
-
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"there is no {path}") from error
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, not an object")
-    return values

@@ -96,7 +96,7 @@ class Family:
     buffers: tuple[str, ...] = ()
     """Patterns (re) of names that hold nothing trained and are computed here."""
     constant: Callable[[ModelConfig], np.ndarray] | None = None
-    """What such a tensor must hold, where transformers would use the file's."""
+    """What such a tensor, of shape [max_length, d_model], must hold, where transformers would use the file's."""
     older: tuple[tuple[str, str], ...] = ()
     """Ends of names, and what they are in older files."""
 

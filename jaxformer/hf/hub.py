@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxformer.hf.config_reader import read_json
 from jaxformer.tokenizers.disk_cache import write
+from jaxformer.tokenizers.json_files import read_json
 
 GENERATION = "generation_config.json"
 IDS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "decoder_start", "forced_bos", "forced_eos"))

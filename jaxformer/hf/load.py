@@ -1,6 +1,7 @@
 """A published folder as our config and parameters: every field honoured, every tensor used, or refused by name."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxformer.config.components import nearest
 from jaxformer.config.spec import Param
 from jaxformer.config.strict import dtype_name
 from jaxformer.hf import safetensors_files
-from jaxformer.hf.config_reader import ConfigReader, read_json
+from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
 from jaxformer.hf.hub import locate
@@ -23,6 +24,13 @@ from jaxformer.hf.layout import Source
 from jaxformer.hf.tensor_reader import Sources, TensorReader, blocks, sizes_of
 from jaxformer.nn import model
 from jaxformer.nn.stack import holds
+from jaxformer.tokenizers.json_files import read_json
+
+SLACK = 100
+"""A folder that lacks fewer tensors than this is answered with their names."""
+
+FEW = 1000
+"""Layers or experts of which a config may speak, however few tensors its file has."""
 
 
 def load(
@@ -87,7 +95,18 @@ def read_config(values: dict[str, Any], names: Collection[str]) -> tuple[Family,
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"config.json: model_type={kind!r} is not supported{nearest(str(kind), FAMILIES)}")
-    return FAMILIES[kind], FAMILIES[kind].read(ConfigReader(values, names))
+    _check_counts(values, len(names))
+    try:
+        return FAMILIES[kind], FAMILIES[kind].read(ConfigReader(values, names))
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # rows compute with whatever a file holds
+        raise ValueError(f"config.json: a field has a value of the wrong kind: {error}") from error
+
+
+def _check_counts(values: dict[str, Any], tensors: int) -> None:
+    """Raises ValueError for numbers of layers or experts that the file cannot have, before anything is made for each."""
+    for name, value in values.items():
+        if re.search("layer|expert", name) and isinstance(value, int) and value > max(tensors, FEW):
+            raise ValueError(f"config.json: {name}={value}, but the file has {tensors} tensors")
 
 
 def _dtype(dtypes: set[str]) -> str:
@@ -102,7 +121,8 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
     if param.dims.startswith("L"):
         stack, _, name = path.split(".")[:3]
         layers = (cfg.encoder if stack == "encoder" else cfg).layers
-        numbers = [number for number, layer in enumerate(layers) if holds(layers, layer, name)]
+        kinds = {layer: holds(tuple(dict.fromkeys(layers)), layer, name) for layer in dict.fromkeys(layers)}
+        numbers = [number for number, layer in enumerate(layers) if kinds[layer]]
         names = {(row,): source.name.replace("{i}", str(number)) for row, number in enumerate(numbers)}
     if "{e}" in source.name:
         experts = range(cfg.experts.n_experts)
@@ -113,10 +133,19 @@ def sources_of(path: str, param: Param, source: Source, cfg: ModelConfig) -> Sou
 def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors, ignore: Sequence[str]) -> dict[str, Sources]:
     """``our path -> sources``, under the names that the file uses. Raises ValueError with all that differs."""
     table, entries = family.tensors(cfg), tensors.entries
+    experts = sum(layer.experts.n_experts for layer in cfg.layers)
+    if experts > len(entries) + SLACK:
+        raise ValueError(f"config.json: {experts} experts in all layers, but the folder has only {len(entries)} tensors")
     spec = dict(specs.walk(model.spec(cfg)))
     expected: dict[str, tuple[int, ...]] = {}
     sources: dict[str, Sources] = {}
     for path, param in spec.items():
+        counted = "LE" if "{e}" in table[path].name else "L"
+        sizes = zip(param.dims, param.shape(cfg), strict=True)
+        if (count := math.prod(size for letter, size in sizes if letter in counted)) > len(entries):
+            raise ValueError(
+                f"config.json asks for {count} tensors {table[path].name}; the file has {len(entries)} of all names"
+            )
         named = [(row, s._replace(name=_name(s.name, family, entries))) for row, s in sources_of(path, param, table[path], cfg)]
         expected |= {source.name: source.shape(sizes_of(param, cfg)) for _, source in named}
         sources[path] = named
@@ -136,9 +165,14 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
     for name, path in sorted(repeated.items()):
         _check_copy(name, sources[path][0][1].name, tensors)
     for name in sorted(left.keys() - repeated.keys() - unused):
-        if family.constant and not np.allclose(tensors.read(name), family.constant(cfg), atol=1e-4):  # others' sines
+        if family.constant and not _is_constant(tensors.read(name), family, cfg):
             raise ValueError(f"{name} is another table than the one that is computed: it would not be honoured")
     return sources
+
+
+def _is_constant(array: np.ndarray, family: Family, cfg: ModelConfig) -> bool:
+    """Whether it is the family's table of sines, which others may have computed."""
+    return array.shape == (cfg.max_length, cfg.d_model) and np.allclose(array, family.constant(cfg), atol=1e-4)  # type: ignore[misc]
 
 
 def _name(name: str, family: Family, entries: Collection[str]) -> str:

@@ -1,8 +1,12 @@
 """The tensors of a folder's safetensors files, by name: the headers say what is there, and a tensor is read when it is asked
-for. The older flax_model.msgpack is read under the same names."""
+for. The older flax_model.msgpack is read under the same names.
 
-import json
+Neither format has a checksum. Names, shapes, dtypes and offsets that do not fit each other or the file are refused; a flipped
+bit in the numbers themselves is not found out.
+"""
+
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.hf.config_reader import read_json
+from jaxformer.config.textfile import read_bytes, require_regular
+from jaxformer.tokenizers.json_files import parse, read_json
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+LONGEST_HEADER = 16_000_000  # bytes, of some 150,000 tensors; the largest that is published has 40,000 in a file
+MOST_TENSORS = 200_000  # in a file
+MOST_AXES = 64
+LONGEST_NAME = 1024  # bytes of a key in flax_model.msgpack
 INDEX = "model.safetensors.index.json"
 
 
@@ -64,7 +72,7 @@ class Safetensors:
         if outside:
             raise ValueError(f"{index} points out of its folder: {', '.join(outside)}")
         files = sorted(set(file_of.values()))
-        if missing := [file for file in files if not (folder / file).is_file()]:
+        if missing := [file for file in files if not os.path.isfile(folder / file)]:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
         entries: dict[str, Entry] = {}
         for file in files:
@@ -107,6 +115,7 @@ def _header(path: Path) -> dict[str, Entry]:
     """The entries of a safetensors file's header. Raises ValueError that names the file, before anything large is allocated."""
     from safetensors import SafetensorError, safe_open
 
+    require_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -116,7 +125,9 @@ def _header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", start)
             if length > min(LONGEST_HEADER, size - 8):
                 raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
-            header = _unique(file.read(length))
+            header = parse(file.read(length))
+        if not isinstance(header, dict) or len(header) > MOST_TENSORS:
+            raise ValueError(f"its header is no table of at most {MOST_TENSORS:,} tensors")
         with safe_open(path, "np"):  # it checks that the offsets are in order, and that the file is as long as they say
             header.pop("__metadata__", None)
         data = 8 + length
@@ -129,16 +140,6 @@ def _header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _unique(header: bytes) -> dict[str, Any]:
-    def check(pairs):
-        names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else ()):
-            raise ValueError(f"{', '.join(twice)} occurs twice in its header")
-        return dict(pairs)
-
-    return json.loads(header, object_pairs_hook=check)
-
-
 class Msgpack:
     """flax_model.msgpack of the classes that transformers 5 removed, under the names of the others' files."""
 
@@ -146,19 +147,51 @@ class Msgpack:
         from flax.serialization import msgpack_restore
         from flax.traverse_util import flatten_dict
 
+        data = read_bytes(path)
         try:
-            tree = msgpack_restore(path.read_bytes())
+            _check_msgpack(data)
+            tree = msgpack_restore(data)
         except Exception as error:  # msgpack raises many kinds for bytes that are not its own
             raise ValueError(f"{path} is not a complete msgpack file: {error}") from error
         flat = flatten_dict(tree.get("params", tree)) if isinstance(tree, dict) else {}
         if not flat:
             raise ValueError(f"{path} holds no parameters")
-        self._tensors = dict(_torch_name(keys, np.asarray(value)) for keys, value in flat.items())
+        if strange := [".".join(map(str, keys)) for keys, value in flat.items() if not isinstance(value, np.ndarray)]:
+            raise ValueError(f"{path}: {strange[0]} is no array")
+        named = [_torch_name(keys, value) for keys, value in flat.items()]
+        self._tensors = dict(named)
+        if len(self._tensors) < len(named):
+            raise ValueError(f"{path} holds two arrays of one name")
         self.entries = {name: Entry(t.shape, t.dtype.name, path) for name, t in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         """The tensor of that name."""
         return self._tensors[name]
+
+
+def _check_msgpack(data: bytes) -> None:
+    """Raises ValueError for what the state of a model does not hold: keys that occur twice, and more maps, keys and lists than
+    ``MOST_TENSORS``, each of which would take a hundred times its bytes."""
+    import msgpack
+
+    count = 0
+
+    def add(items: list) -> None:
+        nonlocal count
+        count += 1 + len(items)
+        if count > MOST_TENSORS:
+            raise ValueError(f"it has more than {MOST_TENSORS:,} parts")
+
+    def pairs(items: list[tuple[Any, Any]]) -> None:
+        add(items)
+        if len({key for key, _ in items}) < len(items):
+            raise ValueError("a key of it occurs twice")
+
+    def array(code: int, content: bytes) -> None:
+        msgpack.unpackb(content, list_hook=add, raw=True, max_array_len=MOST_AXES, max_map_len=0, max_ext_len=0)
+
+    limits = {"max_array_len": MOST_AXES, "max_map_len": MOST_TENSORS, "max_str_len": LONGEST_NAME, "max_bin_len": LONGEST_NAME}
+    msgpack.unpackb(data, object_pairs_hook=pairs, list_hook=add, ext_hook=array, raw=False, **limits)
 
 
 def _torch_name(keys: tuple, value: np.ndarray) -> tuple[str, np.ndarray]:

@@ -70,7 +70,7 @@ def save(
             if fields:
                 (partial / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if tok is not None:
-            tok.save(partial)
+            tok.export(partial)
         for file in partial.iterdir():
             if (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
                 raise ValueError(f"{folder} holds another {file.name} already; choose another folder")

@@ -25,11 +25,13 @@ def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
 
     Raises ValueError where transformers does not read the folder, or does not use all of it.
     """
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = (config.architectures or [None])[0]
-    if not hasattr(transformers, str(name)):
+    kind: Any = getattr(transformers, str(name), None)
+    if not issubclass(kind if isinstance(kind, type) else object, transformers.PreTrainedModel):  # the file may name anything
         raise ValueError(f"{folder}/config.json: this transformers has no class for architectures={config.architectures}")
-    model, report = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32, **EAGER, output_loading_info=True)
+    options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}  # no pickles
+    model, report = kind.from_pretrained(folder, **options, **EAGER)
     if left := {what: sorted(map(str, names)) for what, names in report.items() if names}:
         raise ValueError(f"{folder}: transformers itself does not use the folder as it is: {left}")
     model = without_padding_rows(model.eval())

@@ -64,7 +64,8 @@ def mix(
     if kernel == "xla":
         mask_BTS = visible(info, key_info, causal=causal, window=window)
         softcap = cfg.attention_softcap
-        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, scale=scale, softcap=softcap, bias=bias, observe=observe)
+        how = {"scale": scale, "softcap": softcap, "bias": bias, "observe": observe, "cached": not call.ordered}
+        mixed = attend(q_BKGTH, k_BKSH, v_BKSH, mask_BTS, **how)
         return checkpoint_name(mixed, label("mixed"))
     scale = q_BKGTH.shape[-1] ** -0.5 if scale is None else scale
     if kernel == "cudnn":
@@ -82,11 +83,13 @@ def attend(
     softcap: float | None = None,
     bias: jax.Array | None = None,
     observe: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+    cached: bool = False,
 ) -> jax.Array:
     """Scaled dot-product attention (Vaswani et al. 2017, eq. 1), softmax in float32: [B, K, G, T, H].
 
     mask_BTS [1 or B, T, S], True where the query sees the key; scale: 1/sqrt(H) unless given; bias broadcasts against
-    [B, K, G, T, S]; ``observe`` is applied to the weights. A query that sees no key gives exactly zero, and finite gradients.
+    [B, K, G, T, S]; ``observe`` is applied to the weights; cached: keys and values that a query does not see may be
+    anything, NaN too. A query that sees no key gives exactly zero, and finite gradients.
     """
     scores = multiply("BKGTH,BKSH->BKGTS", q_BKGTH, k_BKSH, name="scores", by=_scores)
     scores = scores / q_BKGTH.shape[-1] ** 0.5 if scale is None else scores * scale
@@ -99,7 +102,28 @@ def attend(
     else:  # a bias may hide keys too, by −inf
         weights = _masked_softmax(scores, True if mask_BTS is None else mask_BTS[:, None, None])
     weights_BKGTS = observe(weights.astype(v_BKSH.dtype))
+    if cached and mask_BTS is not None:
+        return _mixed_of_seen(weights_BKGTS, v_BKSH, mask_BTS)
     return multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
+
+
+def _mixed_of_seen(weights_BKGTS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """The mix of the values that each query sees, whatever the others are: their weights are 0, but 0 · NaN is NaN.
+
+    A query that does see a value that is not finite has NaN in that place.
+    """
+    if weights_BKGTS.shape[3] == 1 and platform() != "cpu":  # fused into the product; CPUs would write a copy of all values
+        v_BKSH = jnp.where(mask_BTS[:, :, :, None], v_BKSH, 0)
+        return multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
+    mixed_BKGTH = multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
+
+    def carefully():
+        finite_BKSH = jnp.isfinite(v_BKSH)
+        seen_BKTH = jnp.matmul(mask_BTS[:, None].astype(jnp.float32), 1.0 - finite_BKSH)
+        clean_BKGTH = jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, jnp.where(finite_BKSH, v_BKSH, 0))
+        return jnp.where(seen_BKTH[:, :, None] > 0, jnp.nan, clean_BKGTH)
+
+    return jax.lax.cond(jnp.isfinite(mixed_BKGTH).all(), lambda: mixed_BKGTH, carefully)
 
 
 def _scores(q_BKGTH: jax.Array, k_BKSH: jax.Array) -> jax.Array:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.components import BUILT_IN
 from jaxformer.nn import inputs
-from jaxformer.nn.mask import TokenInfo
+from jaxformer.nn.mask import TokenInfo, visible
 from jaxformer.parallel.sharding import constrain
 
 Entries = dict[str, jax.Array]
@@ -45,7 +46,10 @@ class LayerCache:
 
     def extend(self, new: Entries) -> tuple[Entries, TokenInfo, "LayerCache"]:
         """Writes the chunk's entries into their slots. Gives all that the chunk's queries may have to read, where the tokens
-        of those stand, and the cache that holds them."""
+        of those stand, and the cache that holds them.
+
+        Slots that hold no token, or one that was taken back, may hold anything, NaN too, and a weight of 0 would not hide that:
+        a component that is not the library's own gets zeros in the place of what none of the queries sees."""
         new = new | ({"position": self.info.position} if "position" in self._axes else {})
         if new.keys() != self._axes.keys():
             raise ValueError(f"attention={self.cfg.attention!r} keeps {sorted(new)}; its cache has {sorted(self._axes)}")
@@ -54,12 +58,14 @@ class LayerCache:
         written = {name: constrain(x, letters[name]) for name, x in written.items()}
         kept, order, valid = self._readable(written, new)
         info = TokenInfo(order, kept.get("position", order), None, valid)
+        if self.cfg.attention not in BUILT_IN["attention"]:  # those select themselves, at less cost
+            kept = self._seen(kept, info)
         readable = {name: kept[name].astype(x.dtype) for name, x in new.items() if name != "position"}
         return readable, info, dataclasses.replace(self, entries=self.entries | written)
 
     def put(self, new: Entries) -> "LayerCache":
         """Replaces entries that have no axis of positions: the state of a recurrence, after the chunk. Padding must have left
-        it as it was (``info.valid``)."""
+        it as it was (``info.valid``), whatever it is: by ``jnp.where``, not by a product with 0."""
         for name, x in new.items():
             before = self.entries.get(name)
             if before is None or name in self._axes or x.shape != before.shape:
@@ -80,6 +86,16 @@ class LayerCache:
             raise ValueError("the first chunk of an encoder–decoder needs source=; later ones read it from the cache")
         k_BKSH, v_BKSH, info = (cache.entries[name] for name in SOURCE)
         return (k_BKSH, v_BKSH, info), cache
+
+    def _seen(self, kept: Entries, info: TokenInfo) -> Entries:
+        mask_BTS = visible(self.info, info, causal=True, window=self.cfg.window)
+        assert mask_BTS is not None
+        seen_BS = mask_BTS.any(1)
+
+        def selected(x, axis):
+            return jnp.where(jnp.expand_dims(seen_BS, [*range(1, axis), *range(axis + 1, x.ndim)]), x, 0)
+
+        return {name: selected(x, self._axes[name]) for name, x in kept.items()}
 
     @property
     def _axes(self) -> dict[str, int]:

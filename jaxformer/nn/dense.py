@@ -41,7 +41,7 @@ def dropout(x: jax.Array, rate: float, rng: jax.Array | None) -> jax.Array:
     """Inverted dropout (Srivastava et al. 2014): zero with probability ``rate``, else x / (1 − rate). Without a key, x."""
     if rng is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(rng, 1.0 - rate, x.shape)
+    keep = jax.random.bernoulli(rng, jnp.float32(1.0 - rate), x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 

@@ -1,5 +1,7 @@
 """The two ends of a model, which may share a table: tokens to vectors by the embedding, hidden states to logits by the head."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -75,6 +77,16 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return named(logits, "logits", "BTV", cfg)
+
+
+def in_float32(params: dict, cfg: ModelConfig) -> tuple[dict, Callable[[dict], dict]]:
+    """The parameters of the head that are stored in less, in float32, and the function that takes them back, exactly. A scan
+    that takes them back in every step adds up their gradients in float32, where one that reads them as they are would round
+    the sum at each step."""
+    ends = {name: params[name] for name in (["embedding"] if cfg.tied_head else []) + ["head"] if name in params}
+    is_low = lambda p: jnp.issubdtype(p.dtype, jnp.floating) and p.dtype.itemsize < 4
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32) if is_low(p) else p, ends)
+    return wide, lambda wide: params | jax.tree.map(lambda p, x: x.astype(p.dtype), ends, wide)
 
 
 def require_config(cfg: ModelConfig) -> None:

@@ -65,6 +65,13 @@ def tokens_or_embeddings(
     return ids, Embeddings(values, _shaped("embeddings_mask", mask, ids.shape)), ids.shape
 
 
+def without_padding(embeddings: Embeddings | None, info: TokenInfo) -> Embeddings | None:
+    """Zeros in the place of embeddings of padding: nobody sees it, but 0 · NaN is NaN."""
+    if embeddings is None or info.valid is None:
+        return embeddings
+    return embeddings._replace(values=jnp.where(info.valid[..., None], embeddings.values, 0))
+
+
 def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, TokenInfo]:
     """The tokens that an encoder reads for a decoder of ``rows`` rows, int32 [B, S], and their ``TokenInfo``."""
     if not cfg.encoder_layers:

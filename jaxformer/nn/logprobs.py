@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn import inputs, model
-from jaxformer.nn.embedding import head, require_head
+from jaxformer.nn.embedding import head, in_float32, require_head
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import listening
 
@@ -53,10 +53,12 @@ def logprobs(
         scored_BT &= ~jnp.asarray(embeddings_mask)
     targets_BT = jnp.take_along_axis(ids, after_BT, axis=1)
 
+    wide, narrowed = in_float32(params, cfg)
+
     def of_chunk(hidden_BTD, targets_BT):
-        logits = jax.nn.log_softmax(head(params, hidden_BTD, cfg))
+        logits = jax.nn.log_softmax(head(narrowed(wide), hidden_BTD, cfg))
         # By comparison, not by index: the vocabulary may be sharded, and the gradient needs no scatter.
-        is_target = targets_BT[..., None] == jnp.arange(cfg.vocab_size)
+        is_target = targets_BT[..., None] == jnp.arange(cfg.vocab_size, dtype=jnp.int32)
         return jnp.where(is_target.any(-1), jnp.where(is_target, logits, 0.0).sum(-1), jnp.nan)
 
     predicted_BT = by_chunks(of_chunk, chunk, hidden_BTD, targets_BT)

@@ -193,6 +193,7 @@ def apply(
         else:
             cache_spec.check(cache, cfg)
             info, cache = cache.advance(shape, cfg, positions, valid)
+        replaced = inputs.without_padding(replaced, info)
         x_BTD = embed(params, tokens, cfg, inputs.token_types(token_types, shape, cfg), replaced)
         with scope("decoder"):
             rng = child(key, "decoder")

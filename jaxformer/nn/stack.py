@@ -7,6 +7,7 @@ so on.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,12 +50,11 @@ def spec(cfg: ModelConfig, crossing: bool = False) -> dict:
 def _sublayers(cfg: ModelConfig, crossing: bool) -> dict[str, tuple[dict, int]]:
     """Parameters of each part of a block, by the name it is stacked under, and in how many layers they are."""
     parts: dict[str, tuple[dict, int]] = {}
-    kinds = {layer: block.spec(layer, crossing) for layer in set(cfg.layers)}
-    for layer in cfg.layers:
-        for sublayer, tree in kinds[layer].items():
-            name = _stacked_name(cfg.layers, layer, sublayer)
+    for layer, number in (kinds := Counter(cfg.layers)).items():
+        for sublayer, tree in block.spec(layer, crossing).items():
+            name = _stacked_name(tuple(kinds), layer, sublayer)
             tree, count = parts.get(name, (tree, 0))
-            parts[name] = tree, count + 1
+            parts[name] = tree, count + number
     return parts
 
 

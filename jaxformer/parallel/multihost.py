@@ -185,6 +185,11 @@ def agree(what: str, value: Any) -> None:
         raise ValueError(f"process {', '.join(map(str, others))} has another {what} than process 0; this one: {text:.300}")
 
 
+def all_of(array: np.ndarray) -> np.ndarray:
+    """What every process has under that name, stacked along a new first axis: [processes, ...]."""
+    return array[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(array))
+
+
 def everywhere(fact: bool) -> bool:
     """Whether it is so in all processes."""
     return fact if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(fact)).all())

@@ -114,3 +114,8 @@ class Tokenizer:
         path = Path(directory) / self.file
         disk_cache.write(path, self.serialized())
         return path
+
+    def export(self, directory: str | os.PathLike) -> Path:
+        """Writes the tokenizer in a form that other libraries read, with the same ids, and returns its path, which ``load``
+        takes too."""
+        return self.save(directory)

@@ -1,16 +1,15 @@
 """Conversations as text, by the Jinja template that a published model brings.
 
-Templates are other people's programs: they run in Jinja's sandbox, see nothing but plain values, and an attribute that begins
-with an underscore, where the ways out of a sandbox begin, is an error.
+Templates are other people's programs: they run in Jinja's sandbox, in a process of limited time and memory, see nothing but
+plain values, and an attribute that begins with an underscore, where the ways out of a sandbox begin, is an error.
 """
 
-import functools
-import json
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from jaxformer.config.components import nearest
+from jaxformer.tokenizers import limited
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning is given under; templates read the first, some the second."""
@@ -41,17 +40,19 @@ def render(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str:
-    """What the template makes of a conversation. Raises ValueError where it refuses or fails."""
+    """What the template makes of a conversation. Raises ValueError where it refuses or fails, and where it takes more than 1.5
+    seconds of computing, 500 MB of memory or 32 million characters."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise ValueError('messages must be a list of messages, such as [{"role": "user", "content": "Hello"}]')
     if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError("tools must be a list of JSON schemas, each a dict")
     context = {"documents": None, **variables, "tools": tools, "messages": [_message(m, i) for i, m in enumerate(messages)]}
     values = {name: _plain(value, name) for name, value in context.items()}
-    compiled = _compiled(template)
+    if importlib.util.find_spec("jinja2") is None:
+        raise ValueError("chat templates need the package jinja2: install jaxformer[hf]")
     try:
-        return compiled.render(values, add_generation_prompt=add_generation_prompt)
-    except Exception as error:  # raised by a program that we know nothing of: whatever it is, this conversation has no text
+        return limited.call("render", template, {**values, "add_generation_prompt": add_generation_prompt})
+    except limited.LimitError as error:
         raise ValueError(f"the chat template: {error}") from error
 
 
@@ -89,49 +90,3 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{where}[{at}]") for at, inner in enumerate(value)]
     raise ValueError(f"{where} is {type(value).__name__}; a chat template takes text, numbers, lists and dicts")
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> Any:
-    environment = _environment()
-    try:
-        return environment.from_string(template)
-    except Exception as error:  # jinja2's errors, and whatever its constant folding raises
-        raise ValueError(f"the chat template cannot be read: {error}") from error
-
-
-@functools.cache
-def _environment() -> Any:
-    try:
-        import jinja2
-        from jinja2 import ext, nodes, sandbox
-    except ImportError as error:
-        raise ValueError("chat templates need the package jinja2: install jaxformer[hf]") from error
-
-    class Generation(ext.Extension):
-        """``{% generation %}`` marks what the model writes; for the text it is not there."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    class Environment(sandbox.ImmutableSandboxedEnvironment):
-        def unsafe_undefined(self, obj, attribute):
-            if attribute.startswith("_"):  # Jinja would print nothing for it
-                raise jinja2.exceptions.SecurityError(f"access to attribute {attribute!r} is unsafe")
-            return super().unsafe_undefined(obj, attribute)
-
-    def refuse(message):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # Jinja's filter of this name escapes for HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

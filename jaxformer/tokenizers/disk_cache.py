@@ -13,8 +13,8 @@ _DIGEST = hashlib.sha256().digest_size
 def folder() -> Path:
     """``$JAXFORMER_CACHE``, else ``$XDG_CACHE_HOME/jaxformer``, else ``~/.cache/jaxformer``."""
     if directory := os.environ.get("JAXFORMER_CACHE"):
-        return Path(os.path.expanduser(directory))
-    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "jaxformer"
+        return Path(directory).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxformer"
 
 
 def key(*values: str | int | Iterable[str]) -> str:

@@ -1,25 +1,26 @@
 """The tokenizer.json of a published model, read by the package ``tokenizers``."""
 
+import codecs
 import functools
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.tokenizers import chat, disk_cache, tokenizer_config
+from jaxformer.tokenizers import chat, checks, disk_cache, limited, tokenizer_config
 from jaxformer.tokenizers.base import Tokenizer
-
-FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
-"""How an added token is found in a text."""
+from jaxformer.tokenizers.checks import steps
 
 
 class Published(Tokenizer):
-    """A Hugging Face tokenizer: the bytes of its tokenizer.json, and what ``tokenizer_config.read`` read beside it.
+    """A Hugging Face tokenizer: the bytes of its tokenizer.json, the values that they hold, and those of the files beside it,
+    which ``tokenizer_config.read`` reads.
 
     Control ids are those of the tokens that the files call special. Added tokens that are not, such as Qwen3's ``"<think>"``,
     are ordinary text that has one id. Where the model has no pad, padding is eos, or id 0.
@@ -27,20 +28,17 @@ class Published(Tokenizer):
 
     kind = "published"
 
-    def __init__(self, data: bytes, config: Mapping[str, Any]):
+    def __init__(self, data: bytes, file: Mapping[str, Any], config: Mapping[str, Any]):
         try:
             import tokenizers
         except ImportError as error:
             raise ValueError("a Hugging Face tokenizer needs the package tokenizers: install jaxformer[hf]") from error
-        try:
+        with _said("not a complete Hugging Face tokenizer"):
             self._tok: Any = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # tokenizers raises whatever its parsers raise
-            raise ValueError(f"not a complete Hugging Face tokenizer: {error}") from error
         self._tok.no_truncation()  # both are settings of whoever saved the file, not of the tokenizer
         self._tok.no_padding()
         self._lock = threading.Lock()
         self._data, self._config = data, dict(config)
-        file = json.loads(data)
         self._add(file.get("added_tokens") or (), tokenizers.AddedToken)
         self._name()
         self.vocab_size = max(self._tok.get_vocab(with_added_tokens=True).values()) + 1
@@ -59,26 +57,36 @@ class Published(Tokenizer):
         )
 
     @classmethod
-    def from_folder(cls, data: bytes, folder: Path) -> "Published":
-        """A tokenizer.json with what stands beside it in ``folder``."""
-        return cls(data, tokenizer_config.read(folder))
+    def from_folder(cls, data: bytes, file: Mapping[str, Any], folder: Path) -> "Published":
+        """A tokenizer.json, which holds ``file``, with what stands beside it in ``folder``. Raises ValueError for one that
+        ``limited`` or ``checks`` refuses."""
+        config = tokenizer_config.read(folder)
+        data = data.removeprefix(codecs.BOM_UTF8)
+        limited.check("check_tokenizer", "tokenizers", data)
+        checks.check(file)
+        return cls(data, file, config)
 
     def _add(self, listed: Iterable[Mapping[str, Any]], kind: Any) -> None:
         """Adds the tokens that only the config has, and makes special what it names as bos and the like."""
         decoder = self._config.get("added_tokens_decoder") or {}
         wanted = [(token["id"], token) for token in listed] + [(int(i), decoder[i]) for i in sorted(decoder, key=int)]
+        missing = {token["content"]: token for _, token in wanted if self._tok.token_to_id(token["content"]) is None}
+        flags = [{flag: token[flag] for flag in tokenizer_config.FLAGS if flag in token} for token in missing.values()]
+        self._tok.add_tokens([kind(name, **of_token) for name, of_token in zip(missing, flags, strict=True)])
         for i, token in wanted:
             name = token["content"]
-            if self._tok.token_to_id(name) is None:
-                self._tok.add_tokens([kind(name, **{flag: token[flag] for flag in FLAGS if flag in token})])
             given_id = self._tok.token_to_id(name)
             if given_id != i:  # tokenizers gives the next free id, whatever the file says
                 raise ValueError(f"added token {name!r} cannot have id {i}: it gets {given_id}")
         added = {token.content: token for token in self._tok.get_added_tokens_decoder().values()}
-        for name in sorted(tokenizer_config.control_names(self._config)):
-            if self._tok.token_to_id(name) is not None:
-                old = added.get(name, kind(name, normalized=False))
-                self._tok.add_special_tokens([kind(name, special=True, **{flag: getattr(old, flag) for flag in FLAGS})])
+        names = [
+            name for name in sorted(tokenizer_config.control_names(self._config)) if self._tok.token_to_id(name) is not None
+        ]
+        before = [added.get(name, kind(name, normalized=False)) for name in names]
+        controls = [
+            kind(old.content, special=True, **{flag: getattr(old, flag) for flag in tokenizer_config.FLAGS}) for old in before
+        ]
+        self._tok.add_special_tokens(controls)  # at once: each call builds all that finds them anew
 
     def _name(self) -> None:
         """Sets the ids of bos, eos and pad."""
@@ -86,11 +94,11 @@ class Published(Tokenizer):
         for name in tokenizer_config.NAMED:
             token = self._config[name]
             if isinstance(token, int):
-                i, token = token, self._tok.id_to_token(token)
+                i, token = token, self._tok.id_to_token(token) if 0 <= token < 2**32 else None
                 self._config[name] = token
             else:
                 i = -1 if token is None else self._tok.token_to_id(token)
-            if i is None or (token is None and i >= 0):
+            if i is None or (token is None and i != -1):
                 raise ValueError(f"{name} is {token or i!r}, which the tokenizer does not have")
             ids[name] = i
         self.bos_id, self.eos_id, pad = (ids[name] for name in tokenizer_config.NAMED)
@@ -121,12 +129,14 @@ class Published(Tokenizer):
             text.encode()  # half a surrogate pair has no ids; said as everywhere
         with self._lock:  # it is a state of the tokenizer: another thread's text must not get this one's
             self._tok.encode_special_tokens = split_special
-            try:
+            with _said("text without ids"):  # such as a character that a vocabulary without an unknown token does not have
                 return [encoding.ids for encoding in self._tok.encode_batch_fast(texts, add_special_tokens=post_process)]
-            except Exception as error:  # such as a character that a vocabulary without an unknown token does not have
-                raise ValueError(f"text without ids: {error}") from error
 
     def _decode(self, ids):
+        with _said("ids without text"):
+            return self._text(ids)
+
+    def _text(self, ids: list[int]) -> str:
         lost = self._lost(ids)
         if not lost:
             return self._tok.decode(ids, skip_special_tokens=False)
@@ -203,22 +213,24 @@ class Published(Tokenizer):
         return super().save(directory)
 
 
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Raises ValueError for whatever ``tokenizers`` raises. Where Rust panics, as it does for a regular expression that takes
+    too many steps, that is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
 def unknown(model: dict[str, Any]) -> str | None:
     """The token of a model for what it does not know: ordinary text can have it."""
     return model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
 
 
-def steps(stage: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer or decoder, with those of its sequences one by one."""
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        if stage and stage["type"] == "Sequence" and name in stage:
-            for inner in stage[name]:
-                yield from steps(inner)
-    if stage and stage["type"] != "Sequence":
-        yield stage
-
-
-def keeps_text(file: dict[str, Any], alphabet: frozenset[str]) -> bool:
+def keeps_text(file: Mapping[str, Any], alphabet: frozenset[str]) -> bool:
     """Whether the ids of any text hold its bytes, all and no others: BPE over bytes, nothing done to the text before."""
     model, before = file["model"], list(steps(file.get("pre_tokenizer")))
     bytes_, splits = ([step for step in before if (step["type"] == "ByteLevel") is is_bytes] for is_bytes in (True, False))

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from jaxformer.config.components import nearest
-from jaxformer.tokenizers import disk_cache, train_sentencepiece
+from jaxformer.config.textfile import require_regular
+from jaxformer.tokenizers import disk_cache, export, json_files, limited, train_sentencepiece
 from jaxformer.tokenizers.base import Tokenizer
 from jaxformer.tokenizers.hf_tokenizer import Published
 
@@ -54,6 +55,11 @@ class Characters(Tokenizer):
     def serialized(self):
         return json.dumps({"kind": self.kind, "characters": self.characters}).encode()
 
+    def export(self, directory):
+        controls = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id}
+        vocab = {f"<{name}>": i for name, i in controls.items()} | self._ids
+        return export.write(Path(directory), export.characters(vocab), controls)
+
 
 class Bytes(Tokenizer):
     """UTF-8 bytes, then 256 pad, 257 bos, 258 eos. Bytes that are not UTF-8 decode to U+FFFD."""
@@ -75,6 +81,10 @@ class Bytes(Tokenizer):
     def serialized(self):
         return json.dumps({"kind": self.kind}).encode()
 
+    def export(self, directory):
+        controls = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id}
+        return export.write(Path(directory), export.utf8_bytes(), controls)
+
 
 class SentencePiece(Tokenizer):
     """A SentencePiece model, from the bytes of its .model file. Where it has no pad, padding is eos, or id 0."""
@@ -85,8 +95,7 @@ class SentencePiece(Tokenizer):
     def __init__(self, model: bytes):
         import sentencepiece
 
-        if not train_sentencepiece.is_whole(model):
-            raise ValueError("not a complete SentencePiece model (empty, truncated or another format)")
+        train_sentencepiece.check(model)
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
@@ -128,11 +137,15 @@ def load(path: str | os.PathLike) -> Tokenizer:
     """The tokenizer in ``path``: a SentencePiece .model, the tokenizer.json of a published model (the files that belong to
     it are read from its folder), what ``save`` wrote, a folder that holds one of these, or "byte".
 
-    Raises ValueError where there is none, or where the file is damaged or of another kind.
+    Files may come from anywhere: a first reading of one, in another process, must end in 1.5 s of computing (and 0.1 s per MB)
+    and 500 MB (and 16 times its size), and its rules must not let texts grow; ``checks`` says what is not bounded.
+
+    Raises ValueError where there is none, or where the file is damaged, of another kind, or beyond these bounds.
     """
     if str(path) == "byte":
         return Bytes()
-    file = Path(os.path.expanduser(path))
+    file = Path(path).expanduser()
+    require_regular(file)
     if str(path) in KINDS and not file.exists():
         raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
     if file.is_dir():
@@ -145,9 +158,13 @@ def load(path: str | os.PathLike) -> Tokenizer:
         siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
         hint = nearest(file.name, [*KINDS, *siblings])
         raise ValueError(f"tokenizer {path!s} does not exist{hint if 'did you mean' in hint else ''}")
-    data = file.read_bytes()
     try:
-        return _from_json(data, file.parent) if file.suffix == ".json" else SentencePiece(data)
+        data = json_files.content(file)
+        if file.suffix == ".json":
+            return _from_json(data, file.parent)
+        train_sentencepiece.check(data)
+        limited.check("check_sentencepiece", "sentencepiece", data)
+        return SentencePiece(data)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -176,15 +193,12 @@ def train(kind: str, texts: Sequence[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def _from_json(data: bytes, folder: Path) -> Tokenizer:
-    try:
-        saved = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
+    saved = json_files.parse(data)
     kind = saved.get("kind") if isinstance(saved, dict) else None
     if kind == "byte":
         return Bytes()
     if kind == "char" and isinstance(saved.get("characters"), str):
         return Characters(saved["characters"])
     if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
-        return Published.from_folder(data, folder)
+        return Published.from_folder(data, saved, folder)
     raise ValueError("not a saved tokenizer (no kind of 'char' or 'byte')")

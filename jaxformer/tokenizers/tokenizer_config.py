@@ -1,11 +1,16 @@
 """What stands beside a published tokenizer.json: which of its tokens mean what, and how conversations are written."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config.textfile import read_text, require_regular
+from jaxformer.tokenizers import json_files
+
 CONFIG = "tokenizer_config.json"
 NAMED = ("bos_token", "eos_token", "pad_token")
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+"""How an added token is found in a text."""
 TEMPLATE = "chat_template.jinja"
 
 
@@ -28,6 +33,9 @@ def read(folder: Path) -> dict[str, Any]:
     table = config.get("added_tokens_decoder") or {}
     if not isinstance(table, dict) or not all(key.isdecimal() and _is_token(value) for key, value in table.items()):
         raise ValueError(f"{CONFIG}: added_tokens_decoder is no table of tokens by their ids")
+    for name in LISTS:
+        if not isinstance(config.get(name), list | dict | None):
+            raise ValueError(f"{CONFIG}: {name} is no list of tokens")
     files = {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:
@@ -43,7 +51,7 @@ def read(folder: Path) -> dict[str, Any]:
 def control_names(config: dict[str, Any]) -> set[str]:
     """The tokens that a config calls special: as bos_token and the like, in lists of more, in its table of added ones."""
     named = [value for name, value in config.items() if name.endswith("_token")]
-    for name in ("additional_special_tokens", "extra_special_tokens"):
+    for name in LISTS:
         more = config.get(name) or ()
         named += more.values() if isinstance(more, dict) else more
     named += [token for token in (config.get("added_tokens_decoder") or {}).values() if token.get("special")]
@@ -56,23 +64,26 @@ def _is_text(*values: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("content"), str)
+    flags = all(isinstance(value.get(flag, False), bool) for flag in FLAGS) if isinstance(value, dict) else False
+    return flags and isinstance(value.get("content"), str)
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        json_files.check(path)
+        return read_text(path)
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
 
 
 def _object(path: Path) -> dict[str, Any]:
+    require_regular(path)
     if not path.is_file():
         return {}
     try:
-        values = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name}: not JSON ({error})") from error
+        values = json_files.parse(json_files.content(path))
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path.name} holds {type(values).__name__}, not an object")
     return values
@@ -83,6 +94,6 @@ def _id(folder: Path, name: str) -> int | None:
     for file in ("generation_config.json", "config.json"):
         value = _object(folder / file).get(name)
         value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int) and value >= 0:  # −1 has been written for none
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:  # −1 has been written for none
             return value
     return None

@@ -5,6 +5,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
+from jaxformer.tokenizers import checks
+
+INCOMPLETE = "not a complete SentencePiece model (empty, truncated or another format)"
+PIECES, TRAINER, NORMALIZERS, CHARACTER_MAP = 1, 2, (3, 5), 2
+CONTROL_TEXTS = range(44, 49)
+"""Numbers of fields in sentencepiece_model.proto."""
+MOST_PIECES = 1 << 20
 _SAMPLE = 3_000_000  # characters that a model learns from: seconds, and more text hardly changes the pieces
 _CHUNK = 2_000  # characters of one training sentence; line breaks inside it become parts of pieces
 
@@ -53,33 +60,66 @@ def train(kind: str, sample: Sequence[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def is_whole(model: bytes) -> bool:
-    """Whether the bytes have the outer form of a .model file: pieces, then the settings of trainer and normalizer.
+def check(model: bytes) -> None:
+    """Raises ValueError for bytes without the outer form of a .model file (pieces, then the settings of trainer and
+    normalizer), and for what no model needs: millions of pieces, texts that grow, a table that points out of itself.
 
-    SentencePiece itself accepts a file that was cut between two pieces, and would then use default settings.
+    SentencePiece itself accepts a file that was cut between two pieces, and would then use default settings. The format has no
+    checksum: a flipped bit in a piece or its score is not found out.
     """
-    return {2, 3} <= _message_fields(model)
+    numbers, pieces = set(), 0
+    for number, kind, value in _fields(model):
+        numbers.add(number)
+        if kind != 2:
+            raise ValueError(INCOMPLETE)
+        if number == PIECES:
+            pieces += 1
+            if pieces > MOST_PIECES or len(value) > checks.LONGEST_TOKEN:
+                raise ValueError(f"it has more than {MOST_PIECES:,} pieces, or one of more than {checks.LONGEST_TOKEN:,} bytes")
+        elif number == TRAINER:
+            _check_trainer(value)
+        elif number in NORMALIZERS:
+            _check_normalizer(value)
+    if not numbers >= {TRAINER, NORMALIZERS[0]}:
+        raise ValueError(INCOMPLETE)
 
 
-def _message_fields(data: bytes) -> set[int]:
-    """Numbers of a protobuf message's top-level fields; empty where one is cut off or not length-delimited."""
-    fields, at = set(), 0
+def _check_trainer(settings: bytes) -> None:
+    for number, _, value in _fields(settings):
+        if number in CONTROL_TEXTS and len(value) > checks.LONGEST_STRING:
+            raise ValueError(f"the text of a control piece has {len(value):,} bytes, more than {checks.LONGEST_STRING:,}")
+
+
+def _check_normalizer(settings: bytes) -> None:
+    for number, kind, value in _fields(settings):
+        if number == CHARACTER_MAP and kind == 2 and (growth := checks.check_character_map(value)) > checks.LARGEST_GROWTH:
+            raise ValueError(
+                f"its normalizer makes up to {growth:,.0f} characters of one, more than {checks.LARGEST_GROWTH:.0f}"
+            )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Number, wire type and content (of those with a length) of a protobuf message's fields. Raises ValueError where one is cut
+    off."""
+    at = 0
 
     def varint() -> int:
         nonlocal at
         value = shift = 0
-        while at < len(data):
-            byte, at = data[at], at + 1
+        while at < len(message) and shift < 64:
+            byte, at = message[at], at + 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
-        return 0
+        raise ValueError(INCOMPLETE)
 
-    while at < len(data):
-        tag, size = varint(), varint()
-        at += size
-        if tag & 7 != 2 or at > len(data):
-            return set()
-        fields.add(tag >> 3)
-    return fields
+    while at < len(message):
+        tag = varint()
+        kind = tag & 7
+        size = varint() if kind in (0, 2) else {1: 8, 5: 4}.get(kind, len(message))
+        size = 0 if kind == 0 else size
+        start, at = at, at + size
+        if at > len(message):
+            raise ValueError(INCOMPLETE)
+        yield tag >> 3, kind, message[start:at] if kind == 2 else b""

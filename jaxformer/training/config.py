@@ -9,7 +9,7 @@ import tyro
 
 from jaxformer.config import ModelConfig
 from jaxformer.config.components import nearest
-from jaxformer.config.strict import Strict, within
+from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.data import DataConfig
 from jaxformer.parallel.multihost import DistributedConfig
 from jaxformer.parallel.sharding import MeshConfig
@@ -24,6 +24,7 @@ class TrainConfig(Strict):
     """How long and how to train, and what to show."""
 
     FORMER = {"keep": "keep_checkpoints"}
+    NAMES = {"objective": (NEXT_TOKEN,)}
 
     steps: int = 1000
     """Number of updates."""
@@ -48,10 +49,16 @@ class TrainConfig(Strict):
     """Weight of the loss on the token after the next, for a model with model.mtp."""
     z_loss: float = 0.0
     """Weight of the mean squared logsumexp of the logits, which keeps them from drifting (Chowdhery et al. 2022: 1e-4)."""
+    max_skipped: int = 0
+    """Updates in a row that may be left out because their gradient is not finite: the parameters stay as they are, and training
+    goes on with the next batch. One more stops the run."""
+    agree_every: int = 1000
+    """Steps between comparisons of the copies of the parameters on several devices and processes; the run stops where one
+    differs. 0: none."""
     parallel: Literal["jit", "pmap"] = "jit"
     """How the rows of a batch are spread over the devices, if no mesh is given: by jax.jit or by jax.pmap."""
     seed: int = 0
-    """Seed of the initial parameters and of dropout."""
+    """Seed of the initial parameters and of dropout, from 0 to 4294967295 (2^32 − 1)."""
     prompt: str = "def "
     """Text that the samples printed during training continue."""
     sample_tokens: int = 200
@@ -63,8 +70,10 @@ class TrainConfig(Strict):
         super().__post_init__()
         counts = ("steps", "eval_every", "log_every", "keep_checkpoints", "microbatches", "loss_chunk")
         within(self, 1, math.inf, *counts, prefix="train.")
+        within(self, 0, math.inf, "max_skipped", "agree_every", prefix="train.")
         within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", "z_loss", prefix="train.")
         within(self, 0, 1, "label_smoothing", prefix="train.")
+        check_seed("train.seed", self.seed)
         if self.objective != NEXT_TOKEN and ":" not in self.objective:
             near = nearest(self.objective, [NEXT_TOKEN])
             raise ValueError(f"unknown train.objective {self.objective!r}{near} (or give 'package.module:name')")
@@ -114,3 +123,16 @@ class Config(Strict):
             raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
         if self.train.parallel == "pmap" and self.distributed.on:
             raise ValueError("train.parallel='pmap' runs in one process, not with distributed; use jit, the default")
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the command line of ``train.py`` asks for. Only ``config`` is kept with the run."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """The run."""
+    trust: bool = False
+    """Follow the import paths in the config.json of the run of --init.from, which runs their code. The paths that this command
+    itself names are always followed."""
+    check: bool = False
+    """Check the run instead of training it."""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxformer.config import ModelConfig
+from jaxformer.config.strict import check_seed
 from jaxformer.decode.generate import generate
 from jaxformer.decode.sampling import GREEDY, Sampling, only_below
 from jaxformer.parallel import multihost
@@ -78,6 +79,7 @@ def continuation(params: Any, cfg: ModelConfig, tok: Any, prompt: str, tokens: i
     Past ``cfg.max_length`` the model continues from the last half of that length: it never sees a position that it was not
     made for.
     """
+    check_seed("seed", seed)
     sampling = only_below(Sampling(temperature=temperature) if temperature else GREEDY, tok.vocab_size, cfg.vocab_size)
     ends = (tok.eos_id,) if tok.eos_id >= 0 else ()
     text, key = tok.encode_prompt(prompt) or [*ends, tok.pad_id][:1], jax.random.key(seed)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.config import ModelConfig
 from jaxformer.config.components import nearest
-from jaxformer.nn import model
+from jaxformer.nn import embedding, model
 from jaxformer.nn.dense import child
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import scope
@@ -107,7 +107,7 @@ class NextToken:
             raise ValueError("embeddings in a batch do not go with mtp, whose block reads the next tokens by their ids")
         rng = rng if cfg.execution.has_dropout else None
         inputs = {name: batch[name] for name in OPTIONAL if name in batch}
-        targets, weights = jnp.asarray(batch["targets"]), counted_weights(batch)
+        targets, weights = integer_targets(batch), counted_weights(batch)
         routed = inputs.get("valid", weights != 0) if cfg.experts.n_experts else None
         out = model.apply(params, batch["tokens"], cfg, key=rng, counted=routed, training=self.training, **inputs)
         routing = out.routing
@@ -128,8 +128,9 @@ class NextToken:
     def _cross_entropy(self, params, hidden_BTD, targets_BT, weights_BT):
         chunk = self.loss_chunk
         if chunk is None or chunk >= hidden_BTD.shape[1]:
-            return _chunk_sum(params, self, hidden_BTD, targets_BT, weights_BT)
-        return _by_chunks(lambda *parts: _chunk_sum(params, self, *parts), chunk, hidden_BTD, targets_BT, weights_BT)
+            return _chunk_sum(self, params, hidden_BTD, targets_BT, weights_BT)
+        sum_of = functools.partial(_chunk_sum, self)
+        return _by_chunks(sum_of, params, self.cfg, chunk, hidden_BTD, targets_BT, weights_BT)
 
     def weight(self, batch: Batch) -> jax.Array:
         """The sum of the weights of the targets that are trained."""
@@ -195,8 +196,9 @@ def loss(
     """Mean cross-entropy in nats, and the metrics of ``NextToken.metrics``. With experts, plus their ``balance_loss`` and
     ``router_z_loss``.
 
-    batch: tokens [B, T], targets [B, T] (the token after each; −100: not trained), weights [B, T]; optional segments,
-    positions, valid, source, source_valid as ``jf.hidden`` takes them. key: turns dropout on. chunk: ``loss_chunk`` of
+    batch: tokens [B, T], targets [B, T] of any integer dtype (the token after each; −100, which unsigned dtypes do not have:
+    not trained; so does a weight of 0), weights [B, T]; optional segments, positions, valid, source, source_valid as
+    ``jf.hidden`` takes them. key: turns dropout on. chunk: ``loss_chunk`` of
     ``next_token``, which describes the other options.
 
     Raises ValueError for missing or unknown entries, shapes that differ, and trained targets outside the vocabulary (inside
@@ -231,16 +233,27 @@ def _after_next(params, hidden_BTD, batch, targets, weights, objective, inputs, 
 
 def counted_weights(batch: Batch) -> jax.Array:
     """[B, T] float32: the weights, 0 where the target is not to be trained."""
-    return jnp.where(jnp.asarray(batch["targets"]) == IGNORE, 0.0, jnp.asarray(batch["weights"], jnp.float32))
+    return jnp.where(integer_targets(batch) == IGNORE, 0.0, jnp.asarray(batch["weights"], jnp.float32))
 
 
-def _chunk_sum(params, objective, hidden_BTD, targets_BT, weights_BT):
+def integer_targets(batch: Batch) -> jax.Array:
+    """[B, T] int32: the targets, in which −100 is −100; an unsigned dtype has none, and what it holds is an id. What 32 bits do
+    not hold stays outside every vocabulary."""
+    targets = batch["targets"]
+    targets = targets if isinstance(targets, jax.Array) else np.asarray(targets)
+    if targets.dtype.itemsize >= 4 and targets.dtype != np.int32:
+        limits = jnp.iinfo(targets.dtype)
+        targets = targets.clip(max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
+    return jnp.asarray(targets, jnp.int32)
+
+
+def _chunk_sum(objective, params, hidden_BTD, targets_BT, weights_BT):
     cfg, label_smoothing = objective.cfg, objective.label_smoothing
     logits = model.head(params, hidden_BTD, cfg)
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # The target's logit by comparison rather than by index: an ignored target never indexes, a vocabulary may be sharded,
     # and the gradient needs no scatter.
-    is_target = targets_BT[..., None] == jnp.arange(cfg.vocab_size)
+    is_target = targets_BT[..., None] == jnp.arange(cfg.vocab_size, dtype=jnp.int32)
     nll = log_z - jnp.where(is_target, logits, 0.0).sum(-1)
     smooth = (1 - label_smoothing) * nll + label_smoothing * (log_z - logits.mean(-1)) if label_smoothing else nll
     correct = (logits.argmax(-1) == targets_BT).astype(jnp.float32)
@@ -257,15 +270,17 @@ def _chunk_sum(params, objective, hidden_BTD, targets_BT, weights_BT):
     return total, sums
 
 
-def _by_chunks(sum_of, chunk, hidden_BTD, targets_BT, weights_BT):
-    """``sum_of`` over chunks of T, one after another; the backward pass makes each chunk's logits again."""
+def _by_chunks(sum_of, params, cfg, chunk, hidden_BTD, targets_BT, weights_BT):
+    """``sum_of(params, …)`` over chunks of T, one after another; the backward pass makes each chunk's logits again, and adds up
+    the chunks' gradients of the parameters in float32."""
     batch, length = targets_BT.shape
     padding = -length % chunk
     parts = []
     for x in (hidden_BTD, targets_BT, weights_BT):
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         parts.append(jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0))
-    step = jax.checkpoint(lambda piece: sum_of(*piece))
+    wide, narrowed = embedding.in_float32(params, cfg)
+    step = jax.checkpoint(lambda piece: sum_of(narrowed(wide), *piece))
     zero = jax.eval_shape(step, jax.tree.map(lambda x: x[0], tuple(parts)))
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
     return jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, step(piece)), None), zero, tuple(parts))[0]
@@ -293,4 +308,7 @@ def check(batch: Batch, cfg: ModelConfig) -> None:
     outside = (weights != 0) & (targets != IGNORE) & ((targets < 0) | (targets >= cfg.vocab_size))
     if outside.any():
         row, column = map(int, np.argwhere(outside)[0])
-        raise ValueError(f"targets[{row}, {column}] = {targets[row, column]} is outside the vocabulary of {cfg.vocab_size}")
+        target, limits = int(targets[row, column]), np.iinfo(targets.dtype)
+        wrapped = limits.min == 0 and target == limits.max + 1 + IGNORE
+        why = f"; −100, for a target that is not trained, does not fit {targets.dtype}" if wrapped else ""
+        raise ValueError(f"targets[{row}, {column}] = {target} is outside the vocabulary of {cfg.vocab_size}{why}")

@@ -40,6 +40,8 @@ class OptimConfig(Strict):
     A field that the named optimizer does not use must have its default value.
     """
 
+    NAMES = {"name": tuple(USES)}
+
     name: str = "adamw"
     """adamw (Loshchilov & Hutter 2019); lion (Chen et al. 2023); adafactor (Shazeer & Stern 2018), without momentum; sgd, with
     momentum; muon (Jordan et al. 2024) for matrices, with AdamW for embeddings, the head and everything else; or

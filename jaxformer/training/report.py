@@ -32,10 +32,10 @@ def show_log(console: Console) -> None:
 
 class Report:
     """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. Records after ``start`` (of
-    updates that a crash has undone) are dropped. ``fetch`` turns a step's metrics into floats. With several processes, only
-    the first prints and writes anything."""
+    updates that a crash has undone) are dropped. ``fetch(step, metrics)`` turns a step's metrics into floats, and raises
+    FloatingPointError where they are to stop the run. With several processes, only the first prints and writes anything."""
 
-    def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[Any], dict[str, float]]):
+    def __init__(self, directory: Path, start: int, steps: int, log_every: int, fetch: Callable[[int, Any], dict[str, float]]):
         from tensorboardX import SummaryWriter
 
         self._writes = multihost.first()
@@ -68,7 +68,7 @@ class Report:
     def __exit__(self, kind, *_) -> None:
         try:
             if kind is None:
-                self._show_pending()
+                self.settle()
         finally:
             self._bar.stop()
             self._file.close()
@@ -77,16 +77,15 @@ class Report:
     def train(self, step: int, metrics: Any) -> None:
         """To be called when update ``step`` has been dispatched. Its metrics are shown when the next one has been: reading them
         at once would wait for the devices."""
-        self._show_pending()
+        self.settle()
         self._pending = (step, metrics)
 
-    def _show_pending(self) -> None:
+    def settle(self) -> None:
+        """Waits for the update before and shows its metrics. Raises FloatingPointError where they are to stop the run."""
         if self._pending is None:
             return
-        step, metrics = self._pending[0], self._fetch(self._pending[1])
-        self._pending = None
-        if not math.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"the loss of step {step} is {metrics['loss']}: lower optim.lr, or check the data")
+        (step, pending), self._pending = self._pending, None
+        metrics = self._fetch(step, pending)
         if self._clock is None:  # the first step includes compilation: the clock starts after it
             self._clock, self._first = time.perf_counter(), step
         else:
@@ -104,7 +103,7 @@ class Report:
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """Writes, prints and draws the metrics of an evaluation."""
-        self._show_pending()
+        self.settle()
         if metrics:
             self._write(step, "validation", metrics)
             self.console.print(f"[bold]step {step}[/]  validation " + "  ".join(f"{k} {v:.4f}" for k, v in metrics.items()))

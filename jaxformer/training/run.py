@@ -1,10 +1,11 @@
 """A run: its command line, the state and update that it trains with, the directory that keeps it, and how to load it again."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +15,33 @@ import tyro
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import imported, nearest, required
-from jaxformer.config.strict import from_dict, to_json
+from jaxformer.config.strict import from_dict, import_paths, to_dict, to_json
+from jaxformer.config.textfile import read_text
 from jaxformer.nn import model
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.config import NEXT_TOKEN, Config, InitConfig, TrainConfig
+from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
 from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
 
-__all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse"]
+__all__ = ["Command", "Config", "InitConfig", "TrainConfig", "load", "parse"]
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
 
 
-def parse(arguments: list[str], default: Path) -> Config:
-    """``[CONFIG.py] [--field value ...]`` as a config; ``--help`` explains every field."""
+def parse(arguments: list[str], default: Path) -> Command:
+    """``[CONFIG.py] [--field value ...]`` as a command; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
     config, description = read_config(path)
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    asked = tyro.cli(Config, default=config, args=rest, description=f"{path.name}: {description}", prog="train.py [CONFIG.py]")
+    about = f"{path.name}: {description}"
+    command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog="train.py [CONFIG.py]")
+    asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
         changed = [name for name in new if old[name] != new[name]]
@@ -45,7 +49,7 @@ def parse(arguments: list[str], default: Path) -> Config:
         if decided:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
             raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
-    return asked
+    return command
 
 
 def read_config(path: Path) -> tuple[Config, str]:
@@ -63,8 +67,9 @@ def read_config(path: Path) -> tuple[Config, str]:
     return config, (module.__doc__ or "").strip()
 
 
-def open_run(config: Config) -> tuple[Path, Any, list[str]]:
-    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began.
+def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]:
+    """The run's directory, its tokenizer if it has one already, and the fields that differ from how the run began. trust: as of
+    ``read_former``.
 
     Raises ValueError if the directory holds a run of another architecture, or one that cannot be read.
     """
@@ -73,9 +78,9 @@ def open_run(config: Config) -> tuple[Path, Any, list[str]]:
         raise ValueError(f"{directory} is a file; choose another --run-dir")
     if directory.is_dir() and not (directory / "config.json").exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
-    if not (directory / "config.json").exists():
+    before = read_former(config, trust)
+    if before is None:
         return directory, None, []
-    before = read_run(directory)
     old, new = _fields(before), _fields(config)
     changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
     _refuse_architecture(before.model, config.model, changed, old, new, directory)
@@ -93,19 +98,53 @@ def write_run(directory: Path, config: Config, tok: Any) -> None:
     os.replace(partial, directory / "config.json")
 
 
-def read_run(directory: Path) -> Config:
-    """The config of a run, whatever version of the library wrote it (``training.migrate``). Raises ValueError or
-    FileNotFoundError that says what is wrong with it."""
+def read_run(directory: Path, trust: bool = False) -> Config:
+    """The config of a run, whatever version of the library wrote it (``training.migrate``). trust: whether the import paths in
+    it may be followed, which runs code. Raises ValueError or FileNotFoundError that says what is wrong with it."""
+    values = _values(directory)
+    with _named(directory):
+        return from_dict(Config, values, trust)
+
+
+def read_former(config: Config, trust: bool = False) -> Config | None:
+    """The config of the run that ``config`` continues, None where its directory holds none yet.
+
+    It may name the import paths that ``config`` names itself. Another objective, optimizer or data set is only compared, never
+    imported. Raises ValueError, before anything is imported, for components at other import paths: as of another architecture
+    where ``config`` decides on the model; unless trusted where the run does (``init.from``).
+    """
+    directory = Path(config.run_dir)
+    if not (directory / "config.json").exists():
+        return None
+    values = _values(directory)
+    theirs, ours = import_paths(Config, values), import_paths(Config, to_dict(config))
+    others = [name for name in theirs if name.startswith("model.") and not set(theirs[name]) <= set(ours.get(name, ()))]
+    if others and config.init.folder is None:
+        lines = [f"  {name}: {', '.join(theirs[name])} there, {getattr(config.model, name[6:])} now" for name in others]
+        raise ValueError("\n".join([_another(directory), *lines]))
+    with _named(directory):
+        return from_dict(Config, values, trust or not others)
+
+
+def _values(directory: Path) -> dict[str, Any]:
+    """The content of a run's config.json, under today's names."""
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+    with _named(directory):
+        values = json.loads(read_text(path))
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
-        return from_dict(Config, migrated(values))
-    except (ValueError, TypeError) as error:  # not UTF-8, not JSON, unknown or missing fields
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        return migrated(values)
+
+
+@contextlib.contextmanager
+def _named(directory: Path) -> Iterator[None]:
+    """Errors as ValueErrors that name the config.json: not UTF-8, not JSON, nested too deep, unknown or missing fields."""
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{directory / 'config.json'} cannot be read: {error}") from error
 
 
 def make_objective(config: Config) -> objectives.Objective:
@@ -143,16 +182,19 @@ def _optimizer(config: Config) -> Any:
     return optimizer(config.optim, config.model, config.train.steps)
 
 
-def load(run_directory: str | Path, shardings: Any = None, ema: bool | None = None) -> tuple[ModelConfig, dict, Any]:
+def load(
+    run_directory: str | Path, shardings: Any = None, ema: bool | None = None, *, trust: bool = False
+) -> tuple[ModelConfig, dict, Any]:
     """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint. shardings: where each parameter is to
     lie; one device unless given. ema: whether to give the running mean of the parameters (``optim.ema``) in their place; unless
-    given, if the run keeps one, which is then what it has evaluated.
+    given, if the run keeps one, which is then what it has evaluated. trust: whether to follow the import paths in the run's
+    config.json (components, an objective, an optimizer or a data set of one's own), which runs their code.
 
-    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit, and for the mean of a
-    run that keeps none.
+    Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit, for the mean of a run
+    that keeps none, and, before anything is imported, for import paths without ``trust``.
     """
     directory = Path(run_directory)
-    config = read_run(directory)
+    config = read_run(directory, trust)
     cfg, keeps = config.model, config.optim.ema > 0
     if ema and not keeps:
         raise ValueError(f"{directory} keeps no running mean of its parameters (optim.ema=0)")
@@ -201,6 +243,9 @@ def _refuse_architecture(before: ModelConfig, now: ModelConfig, changed, old, ne
     lines = [f"  {name}: {old.get(name)} there, {new[name]} now" for name in fixed]
     tree = specs.diff(*shapes)
     raise ValueError(
-        f"{directory} holds a run of another architecture; choose another --run-dir, or go back:\n"
-        + "\n".join(lines + (["parameters (expected now, found there):", *tree] if tree else []))
+        "\n".join([_another(directory), *lines, *(["parameters (expected now, found there):", *tree] if tree else ())])
     )
+
+
+def _another(directory: Path) -> str:
+    return f"{directory} holds a run of another architecture; choose another --run-dir, or go back:"

@@ -58,8 +58,12 @@ def make_update(
     It minimises the objective's total over its weight, both summed over the whole step: over all microbatches and devices.
     batch: a dict of arrays whose first axis is the rows. microbatches: equal parts that the rows are computed in, one by one.
 
-    metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping) and,
-    where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
+    metrics: those of the objective (``loss`` and ``weight`` at least), ``grad_norm`` (before the optimizer's clipping),
+    ``nonfinite`` and, where the optimizer has a function ``learning_rate(step)`` as that of ``training.optimizer``, ``lr``.
+
+    Where the gradient is not finite, the update leaves the parameters and the optimizer's state as they were, and only the step
+    goes on. ``nonfinite`` is then the number of the first parameter that it is not finite for, counted from 1 in the order of
+    ``jax.tree.leaves(params)``; else it is 0.
 
     Raises ValueError, when it is traced, for an objective that returns something else, and rows that do not divide.
     """
@@ -80,24 +84,43 @@ def make_update(
 
         gradient = jax.grad(scaled, has_aux=True)
         grads, sums = over_devices(_accumulate(gradient, state.params, batch, rng, microbatches))
-        if not known_weight:
-            weight = nonzero(sums["weight"])
-            grads = jax.tree.map(lambda x: (x / weight).astype(x.dtype), grads)
+        weight = 1.0 if known_weight else nonzero(sums["weight"])
+        # Sums of gradients are float32 until here: float16 may not hold them before they are divided.
+        grads = jax.tree.map(lambda x, p: (x if known_weight else x / weight).astype(p.dtype), grads, state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics = mean_metrics(objective, sums) | {"grad_norm": optax.global_norm(grads)}
+        norm, nonfinite = _norm(float32(grads))
+        metrics = mean_metrics(objective, sums) | {"grad_norm": norm, "nonfinite": nonfinite}
         if learning_rate:
             metrics["lr"] = learning_rate(state.step)
         updated = optax.apply_updates(state.params, updates)
         params = after_update(updated, sums)
         if params is not updated:
             opt_state = follow(opt_state, updated, params)
+        before, after = (state.params, state.opt_state), (params, opt_state)
+        params, opt_state = jax.tree.map(lambda new, old: jnp.where(nonfinite == 0, new, old), after, before)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update
 
 
+def _norm(grads: Any) -> tuple[jax.Array, jax.Array]:
+    """The global norm of a gradient, and 0 if it is finite, else the number of the first leaf that is not, from 1; where only
+    the sum over all leaves is not, of the largest."""
+    squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(grads)]
+    norm = jnp.sqrt(sum(squares))
+    sizes = jnp.stack([jnp.where(jnp.isnan(x), jnp.inf, x) for x in squares])
+    return norm, jnp.where(jnp.isfinite(norm), 0, 1 + jnp.argmax(sizes).astype(jnp.int32))
+
+
+def float32(tree: Any) -> Any:
+    """``tree``, what is stored in less than float32 in float32: squares and sums would overflow or be rounded away."""
+    is_low = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_low(x) else x, tree)
+
+
 def _accumulate(gradient, params, batch, rng, microbatches):
-    """``gradient(params, part, rng)``, summed over ``microbatches`` equal parts of the rows, one after another."""
+    """``gradient(params, part, rng)``, summed over ``microbatches`` equal parts of the rows, one after another, in float32 at
+    least."""
     rows = row_count(batch)
     if microbatches == 1:
         return gradient(params, batch, rng)
@@ -115,8 +138,7 @@ def _accumulate(gradient, params, batch, rng, microbatches):
         return jnp.zeros(x.shape, jnp.float32 if is_low else x.dtype)
 
     abstract = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), rng)
-    total = jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
-    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), total, abstract)
+    return jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:

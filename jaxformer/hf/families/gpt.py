@@ -67,6 +67,8 @@ def _read_neo_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     n_layers, groups, listed = reader.integer("num_layers"), reader("attention_types", None), reader("attention_layers", None)
     if groups is None:
         groups = [[["global", "local"], n_layers // 2]] if listed is None else [[listed, 1]]
+    if sum(len(group) * times for group, times in groups) != n_layers:  # before a list of that length is made
+        raise ValueError(f"config.json: attention_types={groups} are not of num_layers={n_layers}")
     kinds = [kind for group, times in groups for kind in group * times]
     if len(kinds) != n_layers or set(kinds) - {"global", "local"}:
         raise ValueError(f"config.json: attention_types are {kinds}, for num_layers={n_layers}")

@@ -111,12 +111,9 @@ def write_windows(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen_windows(reader: ConfigReader) -> int | tuple[int | None, ...] | None:
-    n_layers, width, first = (
-        reader.integer("num_hidden_layers"),
-        reader("sliding_window", 4096),
-        reader("max_window_layers", 28),
-    )
-    if not reader("use_sliding_window", False):
+    n_layers, first = reader.integer("num_hidden_layers"), reader.integer("max_window_layers", 28)
+    width = reader("sliding_window", 4096)
+    if not reader.boolean("use_sliding_window", False):
         return read_windows(reader, None, [False] * n_layers)
     return read_windows(reader, width, [layer >= first for layer in range(n_layers)])
 

@@ -49,7 +49,7 @@ def _mixtral_tensors(cfg: ModelConfig) -> Table:
 
 
 def _read_sparse_layers(reader: ConfigReader) -> tuple[int, ...] | None:
-    step, dense = reader.integer("decoder_sparse_step", 1), reader("mlp_only_layers", None) or ()
+    step, dense = reader.integer("decoder_sparse_step", 1), set(reader("mlp_only_layers", None) or ())
     n_layers = reader.integer("num_hidden_layers")
     layers = tuple(layer for layer in range(n_layers) if layer not in dense and (layer + 1) % step == 0)
     return None if len(layers) == n_layers else layers
@@ -63,7 +63,7 @@ def _write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
 
 def _read_window(reader: ConfigReader) -> int | None:
     width = reader("sliding_window", 4096)
-    return width if reader("use_sliding_window", False) else None
+    return width if reader.boolean("use_sliding_window", False) else None
 
 
 def _write_window(cfg: ModelConfig) -> dict[str, Any]:

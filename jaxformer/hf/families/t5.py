@@ -1,7 +1,5 @@
 """T5, versions 1.0 and 1.1."""
 
-from typing import Any
-
 from jaxformer.config import ModelConfig
 from jaxformer.hf.config_reader import ConfigReader
 from jaxformer.hf.families.common import SHARED_EMBEDDING
@@ -23,12 +21,12 @@ def _read_mlp(reader: ConfigReader) -> str:
 # transformers 5 writes tie_word_embeddings=true for all, and says by scale_decoder_outputs whether the head is the embedding.
 
 
-def _read_scaled(reader: ConfigReader) -> Any:
-    return reader("scale_decoder_outputs", reader("tie_word_embeddings", True))
+def _read_scaled(reader: ConfigReader) -> bool:
+    return reader.boolean("scale_decoder_outputs", reader.boolean("tie_word_embeddings", True))
 
 
-def _read_tied(reader: ConfigReader) -> Any:
-    return reader("tie_word_embeddings", True) and (_read_scaled(reader) or "lm_head.weight" not in reader.tensors)
+def _read_tied(reader: ConfigReader) -> bool:
+    return reader.boolean("tie_word_embeddings", True) and (_read_scaled(reader) or "lm_head.weight" not in reader.tensors)
 
 
 def _tensors(cfg: ModelConfig) -> Table:
@@ -78,9 +76,7 @@ FAMILIES = {
             "relative_distance": Field("relative_attention_max_distance", 128),
             "attention_scale": 1.0,
             "tied_head": Rule(_read_tied, lambda cfg: {"tie_word_embeddings": cfg.tied_head}),
-            "scale_head": Rule(
-                lambda reader: bool(_read_scaled(reader)), lambda cfg: {"scale_decoder_outputs": cfg.scale_head}
-            ),
+            "scale_head": Rule(_read_scaled, lambda cfg: {"scale_decoder_outputs": cfg.scale_head}),
             "execution.residual_dropout": Field("dropout_rate", 0.1),
             "execution.attention_dropout": Field("dropout_rate", 0.1),
             "execution.embedding_dropout": Field("dropout_rate", 0.1),
