@@ -31,8 +31,8 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def files(name: str) -> list[Path]:
-    """The Python files of a room; ``__main__`` is a program, which imports from any room."""
-    return sorted(path for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py")
+    """The Python files of a room."""
+    return sorted((PACKAGE / name).rglob("*.py"))
 
 
 def edges() -> dict[str, set[str]]:

@@ -162,7 +162,11 @@ WRONG = [
     ({"dtype": "float31"}, "dtype='float31' is not a dtype"),
     ({"dtype": "int32"}, "dtype='int32' must be a floating dtype"),
     ({"dtype": None}, "dtype=None"),
-    *(({field: name}, f"{field}='{name}' must be a floating dtype: f") for name in NARROW for field in ("dtype", "param_dtype")),
+    *(
+        ({field: name}, f"{field}='{name}' must be a floating dtype: f")
+        for name in NARROW
+        for field in ("dtype", "param_dtype")
+    ),
     ({"param_dtype": "b"}, "param_dtype='b'"),
     ({"mlp": "swigl"}, "mlp 'swigl'; did you mean 'swiglu'"),
     ({"mlp": ""}, "mlp ''"),
