@@ -31,15 +31,15 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def files(name: str) -> list[Path]:
-    """The Python files of a room; ``__main__`` is a program, which imports from any room."""
-    return sorted(path for path in (PACKAGE / name).rglob("*.py") if path.name != "__main__.py")
+    """The Python files of a room."""
+    return sorted((PACKAGE / name).rglob("*.py"))
 
 
 def edges() -> dict[str, set[str]]:
-    """The rooms that each room imports."""
+    """The rooms that each room imports. What ends a program is no part of a room, though it is called by one's ``__main__``."""
     found: dict[str, set[str]] = {}
     for name in ORDER:
-        targets = {room(module) for path in files(name) for module in imported(path)}
+        targets = {room(m) for path in files(name) for m in imported(path) if not m.startswith("jaxformer.cli.launch.")}
         found[name] = {target for target in targets if target is not None and target != name}
     return found
 

@@ -126,7 +126,7 @@ def module_of(path):
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path != PACKAGE / "__init__.py"], ids=name)
 def test_imports_go_one_way(path):
-    own = "sample" if path.name == "__main__.py" else room(module_of(path))  # a program
+    own = "sample" if path.name == "__main__.py" else room(module_of(path))  # a program imports from any room
     assert own in ROOM, f"{name(path)} belongs to no room of docs/rooms.py"
     for line, module in imports(path):
         assert room(module) is not None, f"{name(path)}:{line} imports the package itself"
