@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxformer"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: begin -->\n", "<!-- rooms: end -->\n"
-ORDER = ("config", "parallel", "nn", "decode", "tokenizers", "data", "training", "interop", "hf", "cost", "cli")
+ORDER = ("config", "parallel", "nn", "decode", "tokenizers", "data", "training", "interop", "hf", "cost", "prove", "cli")
 """Rooms in the order in which they may be imported: each from those before it alone."""
 
 

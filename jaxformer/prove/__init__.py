@@ -1,0 +1,1 @@
+"""Proofs that a user can run: of a model, of a run, of a machine."""
