@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 
 import example_components as example
 import jax
@@ -275,3 +277,17 @@ def test_given_parameters_are_used():
     table = jf.check_invariants(CFG, params, checks="gradients")
     assert table.failed == ("gradients",)
     assert "the gradient of decoder.layers.mlp.gate in layer 0 is 0; the gradient of decoder.layers.mlp.up" in str(table)
+
+
+# The page
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+    section = page.split("## Whether a model is right\n")[1].split("\n## ")[0]
+    assert dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)) == {n: c.claim for n, c in CHECKS.items()}
+    names: dict = {}
+    for block in (page, section):
+        exec(re.search(r"```python\n(.*?)```", block, re.DOTALL)[1], names)
+    assert names["cfg"].mlp == names["LeakyMlp"](0.1)
+    assert capsys.readouterr().out.startswith(f"0 of {len(CHECKS)} checks failed")

@@ -105,9 +105,9 @@ def check_invariants(
 
 
 def _fresh(cfg: ModelConfig, key: jax.Array) -> Any:
-    """Weights of variance 1/inputs and embeddings of variance 1 whatever ``cfg.init``, so that attention is not flat, and noise
-    on what is constant at first (gains, biases, weights of 0)."""
-    params = model.init(dataclasses.replace(cfg, init="fan_in", init_std=1.0, scale_residual_init=False), key)
+    """Weights of variance 1/inputs whatever ``cfg.init``, so that attention is not flat, and noise on what is constant at first
+    (gains, biases, weights of 0)."""
+    params = model.init(dataclasses.replace(cfg, init="fan_in", init_std=0.1, scale_residual_init=False), key)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
 
     def with_noise(x):
