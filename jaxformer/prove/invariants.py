@@ -17,7 +17,7 @@ from jaxformer.cost.table import Table
 from jaxformer.nn import model
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.prove.checks import CHECKS, Check
-from jaxformer.prove.trial import Failed, NotApplicable, Trial
+from jaxformer.prove.trial import Failed, NotApplicable, Trial, jit
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def check_invariants(
 def _fresh(cfg: ModelConfig, key: jax.Array) -> Any:
     """Weights of variance 1/inputs whatever ``cfg.init``, so that attention is not flat, and noise on what is constant at first
     (gains, biases, weights of 0)."""
-    params = model.init(dataclasses.replace(cfg, init="fan_in", init_std=0.1, scale_residual_init=False), key)
+    spread = dataclasses.replace(cfg, init="fan_in", init_std=0.1, scale_residual_init=False)
+    params = jit(lambda key: model.init(spread, key))(key)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
 
     def with_noise(x):
