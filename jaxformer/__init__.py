@@ -35,6 +35,7 @@ from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import multiply, named
 from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.prove.invariants import Invariant, Invariants, check_invariants
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig
@@ -52,6 +53,8 @@ __all__ = [
     "Explanation",
     "Generated",
     "Latent",
+    "Invariant",
+    "Invariants",
     "LayerCache",
     "MeshConfig",
     "ModelConfig",
@@ -72,6 +75,7 @@ __all__ = [
     "bias",
     "block",
     "capture",
+    "check_invariants",
     "compilations",
     "data",
     "decode",
