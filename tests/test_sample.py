@@ -287,7 +287,11 @@ def test_a_model_at_any_path(decoder, tmp_path, monkeypatch, capsys, name):
     jf.hf.save(Path("published") / name, dataclasses.replace(cfg, rope_layout="half"), params, tok=tok)
     Path("link").symlink_to(tmp_path / "runs" / name)
     for path in (f"runs/{name}", f"./runs/{name}/", "link"):
-        assert call(capsys, path, "hello", "--temperature", 0, "--max-new-tokens", 4) == expected
+        if "[" in path:  # Orbax takes it for a pattern
+            with pytest.raises(ValueError, match="because of the '\\[' in it"):
+                call(capsys, path, "hello")
+        else:
+            assert call(capsys, path, "hello", "--temperature", 0, "--max-new-tokens", 4) == expected
     assert jf.hf.load(f"published/{name}/")[0].d_model == cfg.d_model
     assert call(capsys, f"published/{name}", "hello", "--temperature", 0, "--max-new-tokens", 4).startswith("hello")
 

@@ -1,10 +1,12 @@
 """How every program ends: with its result, or with one line that says what was wrong; and with an exit status."""
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
 
 STATUS = """Exit status: 0 done; 1 an error, named in one line; 2 options that do not fit; 130 interrupted (Ctrl-C); 141 the
 reader of the output has closed it."""
@@ -37,6 +39,19 @@ def described(error: Exception) -> str:
         return str(error) or type(error).__name__
     paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
     return f"{paths}: {error.strerror}" if paths else error.strerror
+
+
+@contextlib.contextmanager
+def opened(path: Path | None) -> Iterator[TextIO]:
+    """The file to write on with, or standard output. An OSError, also of closing it, names the file."""
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def _open_output() -> None:

@@ -5,7 +5,6 @@ reads one prompt per line, in batches, and writes JSON lines. An encoder–decod
 model that has a chat template answers.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,14 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tyro
 
 from jaxformer.cli import pretrained
-from jaxformer.cli.launch import STATUS
+from jaxformer.cli.launch import STATUS, opened
 from jaxformer.config.strict import Strict, check_seed, to_json, within
 from jaxformer.config.textfile import read_text
 from jaxformer.decode.beam import beam_search
@@ -233,7 +232,7 @@ def write_all(writer: Writer) -> None:
         console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
     # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
     starts = track(range(done, len(prompts), options.batch_size), "prompts", console=console, transient=True)
-    with _opened(options.out) as out:
+    with opened(options.out) as out:
         # A console may lack a character; JSON has another spelling of it.
         as_ascii = (out.encoding or "utf-8").lower().replace("-", "") != "utf8"
         for start in starts:
@@ -246,19 +245,6 @@ def write_all(writer: Writer) -> None:
     seconds = time.perf_counter() - began
     rate = f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} per second"
     console.print(f"{len(prompts) - done} prompts, {rate}, {compilations()} programs compiled")
-
-
-@contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[TextIO]:
-    """The file to write on with, or standard output. An OSError, also of closing it, names the file."""
-    if path is None:
-        yield sys.stdout
-        return
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
 def _written(out: Path | None, prompts: list[str], settings: str) -> int:

@@ -23,6 +23,7 @@ from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
 from jaxformer.hf.tensor_reader import sizes_of
 from jaxformer.nn import model, rope
+from jaxformer.tokenizers import tokenizer
 
 NOT_COMPARED = ("execution", "param_dtype", "init", "init_std", "scale_residual_init")
 """Fields that the numbers of a model with given parameters do not depend on."""
@@ -71,8 +72,10 @@ def save(
                 (partial / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if tok is not None:
             tok.export(partial)
+        same = tok is not None and _holds(folder, tok)
         for file in partial.iterdir():
-            if (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
+            free = same and file.name not in ("config.json", GENERATION)  # the tokenizer is there in another form
+            if not free and (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
                 raise ValueError(f"{folder} holds another {file.name} already; choose another folder")
         _write_tensors(partial, chosen, cfg, params, shard_bytes)
 
@@ -87,6 +90,14 @@ def _folder(path: str | Path) -> Path:
     if folder.exists() and any(file.suffix in WEIGHTS for file in folder.iterdir()):
         raise ValueError(f"{folder} holds weights already; choose another folder")
     return folder
+
+
+def _holds(folder: Path, tok: Any) -> bool:
+    """Whether the tokenizer of a folder is ``tok``, in whatever form its files have."""
+    try:
+        return tokenizer.load(folder).content_hash == tok.content_hash
+    except (ValueError, OSError):
+        return False
 
 
 @contextlib.contextmanager
