@@ -236,7 +236,7 @@ WRONG = [
     ({"num_return": 0}, "num_return=0"),
     ({"num_return": 4}, "num_return=4 is more than num_beams=3"),
     ({"num_beams": 7}, "num_beams=7 and 1 end ids are too many for a vocabulary of 7"),
-    ({"num_beams": 5, "banned": (5, 6, 6)}, "num_beams=5 and 1 end ids are too many for .* 7 of which 2 are banned"),
+    ({"num_beams": 5, "banned": (5, 6, 6)}, "num_beams=5 and 1 end ids are too many for .* 7, of which 2 are banned"),
     ({"banned": (7,)}, "banned id 7 is outside the vocabulary of 7"),
     ({"num_beams": 6, "eos": (1, 2)}, "num_beams=6 and 2 end ids are too many"),
     ({"early_stopping": "always"}, "early_stopping='always' must be True, False or 'never'"),

@@ -101,11 +101,9 @@ def beam_search(
         cache_dtype=cache_dtype,
         search=Search(float(length_penalty), early_stopping),
     )
-    choices = cfg.vocab_size - len(set(banned))
-    if num_beams + len(request.eos) > choices:
-        less = f" of which {len(set(banned))} are banned" if banned else ""
-        end_ids = f"num_beams={num_beams} and {len(request.eos)} end ids"
-        raise ValueError(f"{end_ids} are too many for a vocabulary of {cfg.vocab_size}{less}")
+    if num_beams + len(request.eos) > cfg.vocab_size - len(set(banned)):
+        choices = f"a vocabulary of {cfg.vocab_size}, of which {len(set(banned))} are banned"
+        raise ValueError(f"num_beams={num_beams} and {len(request.eos)} end ids are too many for {choices}")
     best = _search(params, inputs, request=request)
     return jax.tree.map(lambda x: x[:, :num_return], best)
 

@@ -163,6 +163,15 @@ def _integers(name: str, values) -> jax.Array | np.ndarray:
     return values
 
 
+def int32(values: Any) -> jax.Array:
+    """Integers as int32. What 32 bits do not hold becomes the nearest that they do, never an id by wrapping around."""
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    if values.dtype.itemsize >= 4 and values.dtype != np.int32:
+        limits = jnp.iinfo(values.dtype)
+        values = values.clip(max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
+    return jnp.asarray(values, jnp.int32)
+
+
 def _shaped(name: str, values: Any, shape: tuple[int, int], width: tuple[int, ...] = ()) -> Any:
     """``values``, whose shape must be ``shape`` [B, T], or one row of it, followed by ``width``."""
     if values.shape not in ((*shape, *width), (1, shape[1], *width)):
@@ -178,4 +187,4 @@ def _within(name: str, values: Any, limit: int, what: str, low: int = 0) -> jax.
         if outside.size:
             where = tuple(int(i) for i in outside[0])
             raise ValueError(f"{name}[{', '.join(map(str, where))}] = {int(concrete[where])} is outside {what}")
-    return jnp.asarray(values, jnp.int32)
+    return int32(values)

@@ -15,6 +15,7 @@ from jaxformer.config import ModelConfig
 from jaxformer.config.components import nearest
 from jaxformer.nn import embedding, model
 from jaxformer.nn.dense import child
+from jaxformer.nn.inputs import int32
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import scope
 from jaxformer.parallel.placement import over_devices
@@ -107,7 +108,7 @@ class NextToken:
             raise ValueError("embeddings in a batch do not go with mtp, whose block reads the next tokens by their ids")
         rng = rng if cfg.execution.has_dropout else None
         inputs = {name: batch[name] for name in OPTIONAL if name in batch}
-        targets, weights = integer_targets(batch), counted_weights(batch)
+        targets, weights = int32(batch["targets"]), counted_weights(batch)
         routed = inputs.get("valid", weights != 0) if cfg.experts.n_experts else None
         out = model.apply(params, batch["tokens"], cfg, key=rng, counted=routed, training=self.training, **inputs)
         routing = out.routing
@@ -129,8 +130,7 @@ class NextToken:
         chunk = self.loss_chunk
         if chunk is None or chunk >= hidden_BTD.shape[1]:
             return _chunk_sum(self, params, hidden_BTD, targets_BT, weights_BT)
-        sum_of = functools.partial(_chunk_sum, self)
-        return _by_chunks(sum_of, params, self.cfg, chunk, hidden_BTD, targets_BT, weights_BT)
+        return _by_chunks(functools.partial(_chunk_sum, self), params, self.cfg, chunk, hidden_BTD, targets_BT, weights_BT)
 
     def weight(self, batch: Batch) -> jax.Array:
         """The sum of the weights of the targets that are trained."""
@@ -196,10 +196,9 @@ def loss(
     """Mean cross-entropy in nats, and the metrics of ``NextToken.metrics``. With experts, plus their ``balance_loss`` and
     ``router_z_loss``.
 
-    batch: tokens [B, T], targets [B, T] of any integer dtype (the token after each; −100, which unsigned dtypes do not have:
-    not trained; so does a weight of 0), weights [B, T]; optional segments, positions, valid, source, source_valid as
-    ``jf.hidden`` takes them. key: turns dropout on. chunk: ``loss_chunk`` of
-    ``next_token``, which describes the other options.
+    batch: tokens [B, T], targets [B, T] of any integer dtype (the token after each; −100, which unsigned ones do not have: not
+    trained), weights [B, T]; optional segments, positions, valid, source, source_valid as ``jf.hidden`` takes them. key: turns
+    dropout on. chunk: ``loss_chunk`` of ``next_token``, which describes the other options.
 
     Raises ValueError for missing or unknown entries, shapes that differ, and trained targets outside the vocabulary (inside
     ``jit`` the last makes the loss NaN).
@@ -233,18 +232,7 @@ def _after_next(params, hidden_BTD, batch, targets, weights, objective, inputs, 
 
 def counted_weights(batch: Batch) -> jax.Array:
     """[B, T] float32: the weights, 0 where the target is not to be trained."""
-    return jnp.where(integer_targets(batch) == IGNORE, 0.0, jnp.asarray(batch["weights"], jnp.float32))
-
-
-def integer_targets(batch: Batch) -> jax.Array:
-    """[B, T] int32: the targets, in which −100 is −100; an unsigned dtype has none, and what it holds is an id. What 32 bits do
-    not hold stays outside every vocabulary."""
-    targets = batch["targets"]
-    targets = targets if isinstance(targets, jax.Array) else np.asarray(targets)
-    if targets.dtype.itemsize >= 4 and targets.dtype != np.int32:
-        limits = jnp.iinfo(targets.dtype)
-        targets = targets.clip(max(limits.min, -(2**31)), min(limits.max, 2**31 - 1))
-    return jnp.asarray(targets, jnp.int32)
+    return jnp.where(int32(batch["targets"]) == IGNORE, 0.0, jnp.asarray(batch["weights"], jnp.float32))
 
 
 def _chunk_sum(objective, params, hidden_BTD, targets_BT, weights_BT):
@@ -271,8 +259,7 @@ def _chunk_sum(objective, params, hidden_BTD, targets_BT, weights_BT):
 
 
 def _by_chunks(sum_of, params, cfg, chunk, hidden_BTD, targets_BT, weights_BT):
-    """``sum_of(params, …)`` over chunks of T, one after another; the backward pass makes each chunk's logits again, and adds up
-    the chunks' gradients of the parameters in float32."""
+    """``sum_of(params, …)`` over chunks of T; the backward pass makes each one's logits again, and adds gradients in float32."""
     batch, length = targets_BT.shape
     padding = -length % chunk
     parts = []
@@ -281,8 +268,8 @@ def _by_chunks(sum_of, params, cfg, chunk, hidden_BTD, targets_BT, weights_BT):
         parts.append(jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0))
     wide, narrowed = embedding.in_float32(params, cfg)
     step = jax.checkpoint(lambda piece: sum_of(narrowed(wide), *piece))
-    zero = jax.eval_shape(step, jax.tree.map(lambda x: x[0], tuple(parts)))
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
+    sums = jax.eval_shape(step, jax.tree.map(lambda x: x[0], tuple(parts)))
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
     return jax.lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, step(piece)), None), zero, tuple(parts))[0]
 
 
@@ -308,7 +295,6 @@ def check(batch: Batch, cfg: ModelConfig) -> None:
     outside = (weights != 0) & (targets != IGNORE) & ((targets < 0) | (targets >= cfg.vocab_size))
     if outside.any():
         row, column = map(int, np.argwhere(outside)[0])
-        target, limits = int(targets[row, column]), np.iinfo(targets.dtype)
-        wrapped = limits.min == 0 and target == limits.max + 1 + IGNORE
-        why = f"; −100, for a target that is not trained, does not fit {targets.dtype}" if wrapped else ""
+        target, wrapped = int(targets[row, column]), int(np.array(IGNORE).astype(targets.dtype))
+        why = f"; −100, for a target that is not trained, does not fit {targets.dtype}" if target == wrapped else ""
         raise ValueError(f"targets[{row}, {column}] = {target} is outside the vocabulary of {cfg.vocab_size}{why}")
