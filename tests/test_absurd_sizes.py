@@ -38,15 +38,15 @@ PUBLISHED = [
     ("bart", {"encoder_layers": 10**9, "num_hidden_layers": 10**9}, "encoder_layers=1000000000, but"),
     ("t5_v10", {"num_decoder_layers": 10**9}, "num_decoder_layers=1000000000, but"),
     ("mixtral", {"num_local_experts": 10**9, "num_experts": None}, "num_local_experts=1000000000, but"),
-    ("mixtral", {"num_local_experts": 900, "num_experts": None}, "config.json asks for 1800 tensors"),
+    ("mixtral", {"num_local_experts": 900, "num_experts": None}, "1800 experts in all layers, but the folder has only"),
     ("deepseek_v3", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but"),
     ("llama", {"vocab_size": 10**12}, "vocab_size=1000000000000 must be at least 1 and below"),
     ("llama", {"vocab_size": 10**9}, r"model.embed_tokens.weight  expected \[1000000000, "),
     ("llama", {"hidden_size": 10**9, "head_dim": 8}, "differs .*expected .*1000000000"),
     ("llama", {"intermediate_size": 10**9}, "differs .*expected .*1000000000"),
     ("gpt2", {"n_positions": 10**9}, r"wpe.weight  expected \[1000000000, "),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "must be a"),
-    ("llama", {"rms_norm_eps": 10**400}, "must be a"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "401 digits"),
+    ("llama", {"rms_norm_eps": 10**400}, "401 digits"),
     ("llama", {"num_attention_heads": 10**9, "num_key_value_heads": 10**9, "head_dim": 8}, "differs .*expected .*8000000000"),
 ]
 
@@ -67,7 +67,7 @@ NEO = {"model_type": "gpt_neo", "hidden_size": 8, "num_heads": 2, "vocab_size": 
         ({"num_layers": 10**9}, "num_layers=1000000000, but the file has 1 tensors"),
         (
             {"num_layers": 2, "attention_types": [[["global", "local"], 10**9]]},
-            "attention_types are .*000.*num_layers=2",
+            "attention_types=.*000.* are not of num_layers=2",
         ),
     ],
 )
@@ -98,13 +98,13 @@ def trained(tmp_path_factory):
     ("fields", "message"),
     [
         ({"n_layers": 10**9}, "n_layers=1000000000 must be at least 1 and below"),
-        ({"n_layers": 9_999}, r"\[9999, "),
+        ({"n_layers": 1000}, r"\[1000, "),
         ({"vocab_size": 10**12}, "vocab_size=1000000000000 must be"),
         ({"vocab_size": 2 * 10**9}, r"\[2000000000, "),
         ({"d_model": 2 * 10**9}, "2000000000"),
         ({"d_ff": 2 * 10**9}, "2000000000"),
         ({"encoder_layers": 10**9}, "encoder_layers=1000000000 must be"),
-        ({"window": 10**400, "norm_eps": 10**400}, "norm_eps=.* must be a finite number"),
+        ({"window": 10**400, "norm_eps": 10**400}, "norm_eps=.* must be between"),
     ],
 )
 def test_runs(fields, message, trained, tmp_path):
@@ -117,11 +117,11 @@ def test_runs(fields, message, trained, tmp_path):
 
 
 def test_the_most_layers_are_quick_to_describe():
-    cfg = jf.presets.llama(vocab_size=67, d_model=16, n_layers=9_999, n_heads=2)
-    experts = jf.Experts(n_experts=4, d_ff=8, layers=tuple(range(0, 9_999, 2)))
+    cfg = jf.presets.llama(vocab_size=67, d_model=16, n_layers=1024, n_heads=2)
+    experts = jf.Experts(n_experts=4, d_ff=8, layers=tuple(range(0, 1024, 2)))
     for deep in (cfg, dataclasses.replace(cfg, experts=experts), dataclasses.replace(cfg, window=(4, None, 5) * 3_333)):
         began = time.process_time()
         spec = jf.model.spec(deep)
         assert time.process_time() - began < SECONDS
         shapes = [param.shape(deep) for param in jax.tree.leaves(spec, is_leaf=lambda leaf: isinstance(leaf, jf.Param))]
-        assert any(shape[0] == 9_999 for shape in shapes)
+        assert any(shape[0] == 1024 for shape in shapes)

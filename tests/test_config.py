@@ -237,7 +237,7 @@ def test_configs_of_layers_and_encoder():
         (lambda: jf.TrainConfig(sample_tokens=-1), "sample_tokens=-1"),
         (lambda: jf.TrainConfig(label_smoothing=1.0), "label_smoothing=1.0"),
         (lambda: jf.TrainConfig(loss_chunk=0), "loss_chunk=0"),
-        *((functools.partial(jf.TrainConfig, seed=seed), f"train.seed={seed} must be an integer from 0") for seed in NO_SEEDS),
+        *((functools.partial(jf.TrainConfig, seed=seed), f"seed={seed} must be an integer") for seed in NO_SEEDS),
         *((functools.partial(jf.DataConfig, seed=seed), f"seed={seed} must be") for seed in NO_SEEDS),
         (lambda: jf.TrainConfig(step=3), "no field 'step'; did you mean 'steps'"),
         (lambda: jf.OptimConfig(schedule="cosin"), "schedule 'cosin'; did you mean 'cosine'"),

@@ -129,10 +129,10 @@ PUBLISHED = [
     ("qwen3_moe", {"mlp_only_layers": [[0]]}, "wrong kind: unhashable"),
     ("gemma3_text", {"sliding_window_pattern": 0.0, "_sliding_window_pattern": None, "sliding_window": [1]}, "wrong kind"),
     ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": 3}}, "wrong kind"),
-    ("llama", {"num_hidden_layers": 10**9}, "n_layers=1000000000, but the folder has only"),
-    ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "n_experts=1000000000, but the folder has only"),
-    ("llama", {"hidden_size": 10**400}, "d_model=1000.* must be an integer of at most 64 bits"),
-    ("llama", {"rms_norm_eps": 10**400}, "norm_eps=1000.* must be a finite number"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the file has"),
+    ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "num_experts=1000000000, but the file has"),
+    ("llama", {"hidden_size": 2**63}, "d_model=9223372036854775808 must be an integer of at most 64 bits"),
+    ("llama", {"rms_norm_eps": 1e300}, "norm_eps=1e.300 must be between"),
     ("t5_v11", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
 ]
 
@@ -147,7 +147,7 @@ def test_what_a_published_folder_was_found_to_stumble_over(name, fields, message
 def test_a_table_of_sines_is_not_computed_before_its_shape_is_known(tmp_path):
     config, tensors, _ = weights.load("marian")
     table = {"model.encoder.embed_positions.weight": np.zeros((8, config["d_model"]), np.float32)}
-    published.folder(tmp_path, "marian", config | {"max_position_embeddings": 10**12}, tensors | table)
+    published.folder(tmp_path, "marian", config | {"max_position_embeddings": 10**9}, tensors | table)
     with pytest.raises(ValueError, match=r"embed_positions\.weight is another table than the one that is computed"):
         prepare(tmp_path)
 
@@ -165,7 +165,7 @@ def test_a_list_of_layers_is_not_made_before_its_length_is_known():
         ({"n_layers": 10**9}, "n_layers=1000000000 must be at least 1 and below 1025"),
         ({"encoder_layers": 10**9}, "encoder_layers=1000000000 must be at least 0 and below 1025"),
         ({"d_model": 2**63}, "d_model=9223372036854775808 must be an integer of at most 64 bits"),
-        ({"norm_eps": 10**400}, "norm_eps=1000.* must be a finite number"),
+        ({"norm_eps": 10**400}, "norm_eps=1000.* must be between"),
     ],
 )
 def test_numbers_that_no_machine_holds_are_refused(fields, message):
@@ -176,5 +176,5 @@ def test_numbers_that_no_machine_holds_are_refused(fields, message):
 @pytest.mark.parametrize("value", ["2", [2, "3"], 1.5, True, [[1]], {"a": 1}, 2**40, -(2**70)])
 def test_ends_of_outputs_that_are_no_ids_are_refused(value, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id=.* is no id of a token"):
+    with pytest.raises(ValueError, match="eos_token_id=.* is no id of a token"):
         pretrained.ends(tmp_path, tokenizer.Bytes())

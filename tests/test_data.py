@@ -544,7 +544,7 @@ def test_writes_are_atomic(tmp_path, monkeypatch):
     disk_cache.write(path, b"old")
 
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):

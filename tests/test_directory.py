@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -176,11 +177,16 @@ def test_what_a_start_leaves_that_was_killed_at_once_is_no_run(left, tmp_path):
         (tmp_path / name).unlink()
 
 
+def corpus(tok):
+    """A data set as far as a run's first files need it."""
+    return types.SimpleNamespace(tokenizer=tok, split_hashes={}, content_hash="")
+
+
 def test_a_run_that_has_saved_nothing_begins_anew_as_another(tmp_path):
-    pretrained.write_run(tmp_path, config(tmp_path, n_layers=2), tokenizer.train("char", ["abc"], 0))
+    pretrained.write_run(tmp_path, config(tmp_path, n_layers=2), corpus(tokenizer.train("char", ["abc"], 0)))
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     assert run.open_run(config(tmp_path)) == (tmp_path, None, [])
-    pretrained.write_run(tmp_path, config(tmp_path), tokenizer.Bytes())
+    pretrained.write_run(tmp_path, config(tmp_path), corpus(tokenizer.Bytes()))
     assert run.read_run(tmp_path) == config(tmp_path) and tokenizer.load(tmp_path).kind == "byte"
     (tmp_path / "checkpoints" / "3").mkdir()
     with pytest.raises(ValueError, match="another architecture"):
@@ -190,8 +196,8 @@ def test_a_run_that_has_saved_nothing_begins_anew_as_another(tmp_path):
 def test_a_tokenizer_that_is_in_the_way_of_a_beginning_is_kept(tmp_path):
     (tmp_path / "tokenizer.model").write_text("somebody's")
     for _ in range(2):
-        pretrained.write_run(tmp_path, config(tmp_path), tokenizer.Bytes())
-    assert names(tmp_path) == ["config.json", "tokenizer.json", "tokenizer.model.before"]
+        pretrained.write_run(tmp_path, config(tmp_path), corpus(tokenizer.Bytes()))
+    assert names(tmp_path) == ["config.json", "data.json", "tokenizer.json", "tokenizer.model.before"]
     assert (tmp_path / "tokenizer.model.before").read_text() == "somebody's"
     assert tokenizer.load(tmp_path).kind == "byte"
 
@@ -203,7 +209,7 @@ def test_a_published_folder_is_no_run_that_may_begin_anew(tmp_path):
 
 
 def test_a_folder_in_the_place_of_the_records_is_refused(tmp_path):
-    pretrained.write_run(tmp_path, config(tmp_path), tokenizer.Bytes())
+    pretrained.write_run(tmp_path, config(tmp_path), corpus(tokenizer.Bytes()))
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"metrics\.jsonl is a folder, where the records of the run belong"):
         run.open_run(config(tmp_path))

@@ -14,8 +14,8 @@ from jaxformer.cli import sample, texts
 from jaxformer.config.textfile import read_bytes, read_text
 from jaxformer.data import Data, DataConfig, load
 from jaxformer.data.folder import files
-from jaxformer.hf.config_reader import read_json
 from jaxformer.tokenizers import disk_cache, tokenizer
+from jaxformer.tokenizers.json_files import read_json
 from jaxformer.training import run
 
 ROOT = Path(__file__).parent.parent

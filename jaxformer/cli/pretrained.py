@@ -52,7 +52,7 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     that the tokenizer does not have is never chosen, and left out. Raises ValueError for what is no id."""
     named = generation_config(locate(where)).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
-    if wrong := [i for i in ids if not fits(i, int)]:
+    if wrong := [i for i in ids if not fits(i, int) or i >= 2**31]:
         raise ValueError(f"{where}: eos_token_id={wrong[0]!r} is no id of a token")
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if 0 <= i < tok.vocab_size))
 

@@ -24,8 +24,7 @@ Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 
 def _head_dim(cfg: "ModelConfig") -> int:
     if cfg.d_model % cfg.n_heads:
-        why = "give head_dim or change one"
-        raise ValueError(f"d_model={cfg.d_model} does not divide by n_heads={cfg.n_heads}; {why}")
+        raise ValueError(f"d_model={cfg.d_model} does not divide by n_heads={cfg.n_heads}; give head_dim or change one")
     return cfg.d_model // cfg.n_heads
 
 

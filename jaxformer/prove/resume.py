@@ -276,5 +276,5 @@ def _compare(options: Options, undisturbed: Path, killed: Path, console: Console
 
 
 def _records(directory: Path) -> list[dict[str, Any]]:
-    found = records.records(directory / "metrics.jsonl")
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in found]
+    every = records.records(directory / "metrics.jsonl")
+    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in every]

@@ -24,7 +24,7 @@ LOCK = ".train.lock"
 CHECKPOINTS = "checkpoints"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "generation_config.json")
 _LEFT = re.compile(
-    rf"{re.escape(LOCK)}|{CHECKPOINTS}|tensorboard|.*\.tmp|\..+\.[0-9a-f]{{32}}|"
+    rf"{re.escape(LOCK)}|{CHECKPOINTS}|tensorboard|.*\.tmp|\.jaxformer-.*|\..+\.[0-9a-f]{{32}}|"
     rf"({'|'.join(map(re.escape, TOKENIZERS))})(\.before\d*)?"
 )
 """Names that a start leaves which was killed before it wrote config.json."""
