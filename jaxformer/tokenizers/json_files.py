@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config.textfile import require_regular
+
 LARGEST = 64 << 20
 """Bytes of a file. A tokenizer.json of 262,144 tokens has some 33 MB."""
 MOST_VALUES = 2_500_000
@@ -40,6 +42,7 @@ def check(path: Path) -> None:
     is no regular file (a FIFO would be waited for, a device has no end)."""
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
+    require_regular(path)
     if not path.is_file():
         raise ValueError("it is no regular file")
     if (size := path.stat().st_size) > LARGEST:
