@@ -17,7 +17,7 @@ _unstack, _embed, _angles, _next_token = stack.unstack, model.embed, position.an
 
 
 def attend_with(softmax, dtype=jnp.float32, finish=lambda out, seen: out):
-    def attend(q, k, v, mask, *, scale=None, softcap=None, bias=None, observe=lambda weights: weights):
+    def attend(q, k, v, mask, *, scale=None, softcap=None, bias=None, observe=lambda weights: weights, cached=False):
         scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=dtype or q.dtype) / q.shape[-1] ** 0.5
         seen = jnp.ones(scores.shape[-2:], bool) if mask is None else mask[:, None, None]
         return finish(jnp.einsum("BKGTS,BKSH->BKGTH", observe(softmax(scores, seen).astype(v.dtype)), v), seen)
