@@ -259,7 +259,7 @@ def _chunk_sum(objective, params, hidden_BTD, targets_BT, weights_BT):
 
 
 def _by_chunks(sum_of, params, cfg, chunk, hidden_BTD, targets_BT, weights_BT):
-    """``sum_of(params, …)`` over chunks of T; the backward pass makes each's logits again, and adds gradients in float32."""
+    """``sum_of(params, …)`` over chunks of T; the backward pass makes the logits again, and adds gradients in float32."""
     batch, length = targets_BT.shape
     padding = -length % chunk
     parts = []
