@@ -3,6 +3,7 @@
 ``mix`` takes the device's kernel where it can serve the call; ``attend`` is the function itself, by plain XLA.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,20 +112,22 @@ def attend(
 def _mixed_of_seen(weights_BKGTS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
     """The mix of the values that each query sees, whatever the others are: their weights are 0, but 0 · NaN is NaN.
 
-    A query that does see a value that is not finite has NaN in that place.
+    Of several queries, one that does see a value that is not finite has NaN in that place.
     """
-    if weights_BKGTS.shape[3] == 1 and platform() != "cpu":  # fused into the product; CPUs would write a copy of all values
-        v_BKSH = jnp.where(mask_BTS[:, :, :, None], v_BKSH, 0)
-        return multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
-    mixed_BKGTH = multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed")
+    mix = functools.partial(jnp.einsum, "BKGTS,BKSH->BKGTH", weights_BKGTS)
+    selected = lambda: mix(jnp.where(mask_BTS[:, :1, :, None], v_BKSH, 0))  # for one query
+    is_step = weights_BKGTS.shape[3] == 1
+    by = (lambda *_: selected()) if is_step and platform() != "cpu" else None  # fused there; CPUs write a copy of all values
+    mixed_BKGTH = multiply("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH, name="mixed", by=by)
+    if by is not None:
+        return mixed_BKGTH
 
     def carefully():
         finite_BKSH = jnp.isfinite(v_BKSH)
         seen_BKTH = jnp.matmul(mask_BTS[:, None].astype(jnp.float32), 1.0 - finite_BKSH)
-        clean_BKGTH = jnp.einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, jnp.where(finite_BKSH, v_BKSH, 0))
-        return jnp.where(seen_BKTH[:, :, None] > 0, jnp.nan, clean_BKGTH)
+        return jnp.where(seen_BKTH[:, :, None] > 0, jnp.nan, mix(jnp.where(finite_BKSH, v_BKSH, 0)))
 
-    return jax.lax.cond(jnp.isfinite(mixed_BKGTH).all(), lambda: mixed_BKGTH, carefully)
+    return jax.lax.cond(jnp.isfinite(mixed_BKGTH).all(), lambda: mixed_BKGTH, selected if is_step else carefully)
 
 
 def _scores(q_BKGTH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
