@@ -53,9 +53,9 @@ def test_the_command_line_changes_fields_and_derives_the_rest():
 
 def test_widths_that_a_preset_derived_follow_the_command_line():
     path = ROOT / "configs" / "quickstart.py"
-    found = run.parse([str(path), "--model.d-model", "384"], path).model
+    found = run.parse([str(path), "--model.d-model", "384"], path).config.model
     assert (found.d_ff, found.head_dim, found.n_kv_heads) == (1024, 64, 2)
-    assert run.parse([str(path), "--model.d-model", "384", "--model.d-ff", "512"], path).model.d_ff == 512
+    assert run.parse([str(path), "--model.d-model", "384", "--model.d-ff", "512"], path).config.model.d_ff == 512
 
 
 @pytest.mark.parametrize(

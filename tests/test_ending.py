@@ -162,7 +162,7 @@ def test_texts_are_shown_as_they_are(given, train, text, tmp_path, capsys):
     asked = config(f"r/{given}", text)
     train.announce(console, asked, asked.mesh.make(), {given: 3}, [f"train.prompt: one -> {given}"], 2)
     results(console, 2, Path(given), {given: 1.0}, 2, 1.0)
-    with train.Report(tmp_path, 0, 2, 1, dict) as report:
+    with train.Report(tmp_path, 0, 2, 1, lambda step, metrics: dict(metrics)) as report:
         report.train(1, {"loss": 1.0, "weight": 1.0})
         report.validation(1, {given: 1.0})
         report.sample(1, given, given)

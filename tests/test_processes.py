@@ -73,8 +73,8 @@ def counted(stream, starts_B, *args):
 
 train.Report.train, train.data.iterate, packing.windows = hooked, kept, counted
 
-def main(config, main=train.main):
-    code = main(config)
+def main(config, trust, main=train.main):
+    code = main(config, trust)
     np.savez(f"{folder}/{process}.npz", used=np.array(used), made=np.array(made))
     return code
 
