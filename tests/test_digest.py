@@ -12,12 +12,14 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jaxformer as jf
+from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import TrainConfig
 from jaxformer.training.digest import digest, drifted, summaries
 from jaxformer.training.guard import Guard
 from jaxformer.training.update import init_state, make_update
-from tests.states import assert_equal, at, listing, params_of, restore, save
+from tests.states import CFG, OPTIM, STEPS, assert_equal, at, listing, params_of, restore, save
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax abandons other reads
 
@@ -293,3 +295,51 @@ def test_a_step_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxformer.training.stored.check", fail)
     with pytest.raises(OSError, match="was written, but cannot be read back: it lacks rest"):
         save(tmp_path, at(3))
+
+
+# The small files of a run
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("small") / "run"
+    config = jf.Config(model=CFG, optim=OPTIM, train=jf.TrainConfig(steps=STEPS))
+    run.write_run(directory, config, jf.tokenizer.train("char", ["all sorts of text"], 0))
+    save(directory / "checkpoints", at(3))
+    return directory
+
+
+def positions(size: int) -> list[int]:
+    return sorted({size * i // 25 for i in range(25)} | {size - 1})
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_one_bit_anywhere_in_a_small_file_of_a_run_loads_nothing_else(small_run, tmp_path, name):
+    cfg, _, tok = jf.load(small_run)
+    copy = shutil.copytree(small_run, tmp_path / "run")
+    data, refused = (copy / name).read_bytes(), 0
+    for position in positions(len(data)):
+        for bit in (0, 2, 5):
+            changed = bytearray(data)
+            changed[position] ^= 1 << bit
+            (copy / name).write_bytes(changed)
+            try:
+                found = jf.load(copy)
+            except (ValueError, FileNotFoundError):
+                refused += 1
+                continue
+            assert found[0] == cfg and found[2].content_hash == tok.content_hash, (position, bit)
+    assert refused > 40
+
+
+def test_an_edited_config_is_taken_once_it_says_that_it_is_meant(small_run, tmp_path):
+    copy = shutil.copytree(small_run, tmp_path / "run")
+    values = json.loads((copy / "config.json").read_text())
+    values["model"]["norm_eps"] = 0.5
+    (copy / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="config.json cannot be read: it is not as it was written.* delete 'checksums'"):
+        jf.load(copy)
+    assert jf.load(copy, trust=True)[0].norm_eps == 0.5
+    del values["checksums"]
+    (copy / "config.json").write_text(json.dumps(values))
+    assert jf.load(copy)[0].norm_eps == 0.5

@@ -1,11 +1,9 @@
 """A run: its command line, the state and update that it trains with, the directory that keeps it, and how to load it again."""
 
-import contextlib
 import dataclasses
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,18 @@ import tyro
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.components import imported, nearest, required
-from jaxformer.config.strict import from_dict, import_paths, to_dict, to_json
-from jaxformer.config.textfile import read_text
+from jaxformer.config.strict import from_dict, import_paths, to_dict
 from jaxformer.nn import model
 from jaxformer.parallel import ending
-from jaxformer.tokenizers import disk_cache, tokenizer
 from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
 from jaxformer.training.directory import expanded, has_saved, is_unbegun
-from jaxformer.training.migrate import migrated
 from jaxformer.training.optim import initial_params, optimizer
+from jaxformer.training.run_files import named, plain, read_run, read_tokenizer, write_run
 
-__all__ = ["Command", "Config", "InitConfig", "TrainConfig", "load", "parse"]
+__all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse", "read_run", "write_run"]
 
 FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
@@ -111,23 +107,7 @@ def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]
     changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
     _refuse_architecture(before.model, config.model, changed, old, new, directory)
     notes = [f"{name}: {old.get(name)} -> {new[name]}" for name in changed if name not in FITTED]
-    return directory, tokenizer.load(directory), notes
-
-
-def write_run(directory: Path, config: Config, tok: Any) -> None:
-    """Writes config.json and the tokenizer; from then on the run can be loaded and continued."""
-    text = to_json(config)  # refuses before anything is written
-    directory.mkdir(parents=True, exist_ok=True)
-    disk_cache.write(directory / "config.json", text.encode())
-    tok.save(directory)
-
-
-def read_run(directory: Path, trust: bool = False) -> Config:
-    """The config of a run, whatever version of the library wrote it (``training.migrate``). trust: whether the import paths in
-    it may be followed, which runs code. Raises ValueError or FileNotFoundError that says what is wrong with it."""
-    values = _values(directory)
-    with _named(directory):
-        return from_dict(Config, values, trust)
+    return directory, read_tokenizer(directory), notes
 
 
 def read_former(config: Config, trust: bool = False) -> Config | None:
@@ -140,7 +120,7 @@ def read_former(config: Config, trust: bool = False) -> Config | None:
     directory = Path(config.run_dir)
     if not (directory / "config.json").exists():
         return None
-    values, is_saved = _values(directory), has_saved(directory)
+    values, is_saved = plain(directory)[0], has_saved(directory)
     theirs, ours = import_paths(Config, values), import_paths(Config, to_dict(config))
     others = [name for name in theirs if name.startswith("model.") and not set(theirs[name]) <= set(ours.get(name, ()))]
     if others and not is_saved:
@@ -148,30 +128,9 @@ def read_former(config: Config, trust: bool = False) -> Config | None:
     if others and config.init.folder is None:
         lines = [f"  {name}: {', '.join(theirs[name])} there, {getattr(config.model, name[6:])} now" for name in others]
         raise ValueError("\n".join([_another(directory), *lines]))
-    with _named(directory):
+    with named(directory):
         former = from_dict(Config, values, trust or not others)
     return former if is_saved else None
-
-
-def _values(directory: Path) -> dict[str, Any]:
-    """The content of a run's config.json, under today's names."""
-    path = directory / "config.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
-    with _named(directory):
-        values = json.loads(read_text(path))
-        if not isinstance(values, dict):
-            raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
-        return migrated(values)
-
-
-@contextlib.contextmanager
-def _named(directory: Path) -> Iterator[None]:
-    """Errors as ValueErrors that name the config.json: not UTF-8, not JSON, nested too deep, unknown or missing fields."""
-    try:
-        yield
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{directory / 'config.json'} cannot be read: {error}") from error
 
 
 def make_objective(config: Config) -> objectives.Objective:
@@ -215,7 +174,8 @@ def load(
     """``cfg, params, tok`` of a run of ``train.py``, from its newest complete checkpoint. shardings: where each parameter is to
     lie; one device unless given. ema: whether to give the running mean of the parameters (``optim.ema``) in their place; unless
     given, if the run keeps one, which is then what it has evaluated. trust: whether to follow the import paths in the run's
-    config.json (components, an objective, an optimizer or a data set of one's own), which runs their code.
+    config.json (components, an objective, an optimizer or a data set of one's own), which runs their code, and to take a
+    config.json that has been edited.
 
     Raises FileNotFoundError where there is no run or no checkpoint, ValueError where the two do not fit, for the mean of a run
     that keeps none, and, before anything is imported, for import paths without ``trust``.
@@ -233,7 +193,7 @@ def load(
         params = checkpoints.restore_params(like, ema=keeps if ema is None else ema)
     finally:
         checkpoints.close()
-    return cfg, params, tokenizer.load(directory)
+    return cfg, params, read_tokenizer(directory)
 
 
 def fit_tokenizer(cfg: ModelConfig, tok: Any) -> ModelConfig:
