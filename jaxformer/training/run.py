@@ -22,7 +22,7 @@ from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
 from jaxformer.training.directory import expanded, has_saved, is_unbegun
 from jaxformer.training.optim import initial_params, optimizer
-from jaxformer.training.run_files import named, plain, read_run, read_tokenizer, write_run
+from jaxformer.training.run_files import named, plain, read_run, read_tokenizer, verify_config, write_run
 
 __all__ = ["Config", "InitConfig", "TrainConfig", "load", "parse", "read_run", "write_run"]
 
@@ -193,6 +193,8 @@ def load(
         params = checkpoints.restore_params(like, ema=keeps if ema is None else ema)
     finally:
         checkpoints.close()
+    if not trust:
+        verify_config(directory)
     return cfg, params, read_tokenizer(directory)
 
 
