@@ -153,10 +153,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Waits for what is being saved; not after an error in one of several processes, as the others may be gone."""
+        """Waits for what is being saved; not after an error in one of several processes, as the others may be gone, nor where
+        somebody wants to stop at once."""
         if error is None:
             self.close()
-        elif jax.process_count() == 1:
+        elif jax.process_count() == 1 and not isinstance(error, KeyboardInterrupt):
             try:
                 self.close()
             except Exception as another:  # the first error is what is to be reported
