@@ -22,6 +22,7 @@ from rich.text import Text
 
 from jaxformer import data, training
 from jaxformer.cli import pretrained, suitable
+from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
 from jaxformer.parallel import ending, multihost
@@ -31,7 +32,7 @@ from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.prove import preflight
 from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run
-from jaxformer.training.console import replace_unprintable, show_log
+from jaxformer.training.console import show_log
 from jaxformer.training.directory import Lock, locked
 from jaxformer.training.failures import during, ignore_closed_loops
 from jaxformer.training.guard import Guard
@@ -188,19 +189,21 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
-    replace_unprintable()
+    open_output()
     ignore_closed_loops()
     try:
         command = run.parse(arguments, DEFAULT)
         with multihost.joined(command.config.distributed):
             config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())  # one run for all
             if command.check:
-                sys.exit(preflight.main(*pretrained.begin(config, command.trust), make_placement))
+                asked = pretrained.begin(run.at_home(config), command.trust)
+                suits = suitable.check, suitable.check_data
+                sys.exit(preflight.main(*asked, make_placement, suits, command.trust))
             code = main(config, command.trust)
     except KeyboardInterrupt:
         os._exit(ending.INTERRUPTED)  # Python's own exit would wait for threads that save
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {described(error)}")
     sys.exit(code)
 
 

@@ -264,7 +264,7 @@ def test_a_device_whose_copy_differs_is_found():
     guard = Guard(TrainConfig(agree_every=7), {}, dict, lambda: "newest good step 5")
     guard.compare(6, {"d": differing})
     with pytest.raises(
-        FloatingPointError, match="of process 0 differ from those of the others at step 7: .*newest good step 5"
+        FloatingPointError, match="copies of the parameters differ at step 7, on a device of process 0: .*newest good step 5"
     ):
         guard.compare(7, {"d": differing})
 
@@ -337,9 +337,19 @@ def test_an_edited_config_is_taken_once_it_says_that_it_is_meant(small_run, tmp_
     values = json.loads((copy / "config.json").read_text())
     values["model"]["norm_eps"] = 0.5
     (copy / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="config.json is not as it was written.* delete 'checksums'"):
+    with pytest.raises(ValueError, match="config.json has changed since it was written.* delete 'checksums'"):
         jf.load(copy)
     assert jf.load(copy, trust=True)[0].norm_eps == 0.5
     del values["checksums"]
     (copy / "config.json").write_text(json.dumps(values))
     assert jf.load(copy)[0].norm_eps == 0.5
+
+
+def test_copies_that_pmap_stacks_are_compared_too():
+    devices = jax.devices()
+    by_device = NamedSharding(jax.make_mesh((8,), ("a",)), PartitionSpec("a"))
+    x = np.arange(16.0, dtype=np.float32)
+    parts = [jax.device_put(x[None] + (number == 3), device) for number, device in enumerate(devices)]
+    stacked = jax.make_array_from_single_device_arrays((8, 16), by_device, parts)
+    assert drifted({"w": stacked}, stacked=True) == [0] and drifted({"w": stacked}) == []
+    assert drifted({"w": jax.device_put(np.stack([x] * 8), by_device)}, stacked=True) == []

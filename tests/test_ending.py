@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
+from jaxformer.cli.launch import open_output
 from jaxformer.parallel import ending
 from jaxformer.training import directory as directories
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
-from jaxformer.training.console import RunConsole, replace_unprintable
+from jaxformer.training.console import RunConsole
 from jaxformer.training.report import results
 
 ROOT = Path(__file__).parent.parent
@@ -182,7 +183,7 @@ def test_texts_are_shown_as_they_are(given, train, text, tmp_path, capsys):
 def test_a_character_that_the_console_does_not_have_is_replaced(encoding, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    replace_unprintable()
+    open_output()
     console = RunConsole()
     console.print("a → b, 日本 \udcff")
     results(console, 2, Path("run"), {"loss": 1.0}, 2, 1.0)

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxformer as jf
+from jaxformer.cli import suitable
 from jaxformer.prove import gradients, preflight, resources, settings, states, tokens
 from jaxformer.prove.findings import FAILED, OK, WARNING
 from jaxformer.prove.show_batch import shown
@@ -23,6 +24,8 @@ from jaxformer.training.checkpoints import Checkpoints
 ROOT = Path(__file__).parent.parent
 MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=2, n_heads=2, max_length=16)
 TEXT = "one two three, " * 60
+
+SUITS = suitable.check, suitable.check_data
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def config(text="", model=MODEL, optim=(), train=(), **data):
 
 def check(config, train, capsys):
     """The exit code, and ``subject -> (verdict, why)`` of all lines."""
-    code = preflight.main(config, None, None, train.make_placement)
+    code = preflight.main(config, None, None, train.make_placement, SUITS, False)
     lines = re.findall(r"^(OK|WARNING|FAILED) +(.{18}) (.*)$", capsys.readouterr().out, re.MULTILINE)
     return code, {subject.strip(): (verdict, why) for verdict, subject, why in lines}
 
@@ -354,7 +357,9 @@ def test_too_little_disk(tmp_path, monkeypatch):
 
 
 def test_a_run_that_is_there_and_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    assert resources.directory(tmp_path, []).verdict == OK
+    assert "a new run will be written" in resources.directory(tmp_path, []).why
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    assert "will be continued" in resources.directory(tmp_path, []).why
     assert resources.directory(tmp_path, ["optim.lr: 1 -> 2"]).verdict == WARNING
     monkeypatch.setattr(resources.os, "access", lambda *_: False)
     assert "cannot be written" in resources.directory(tmp_path / "new" / "run", []).why
@@ -372,4 +377,4 @@ def test_states_that_differ_in_one_bit(state):
 def test_one_process_only(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="--check runs in one process"):
-        preflight.main(config(), None, None, None)
+        preflight.main(config(), None, None, None, SUITS, False)

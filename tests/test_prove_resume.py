@@ -71,7 +71,7 @@ def test_several_processes_are_on_the_cpu():
         (["quikstart.py"], "no config file quikstart.py"),
         ([CONFIG, "--steps", "0"], "steps=0 must be at least 1"),
         ([CONFIG, "--script", "nowhere.py"], "no nowhere.py: give the train.py"),
-        ([CONFIG, "--distributed.auto"], "leave out --distributed"),
+        ([CONFIG, "--distributed.auto"], "leave out the --distributed.* flags"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(arguments, message, capfd):

@@ -17,7 +17,7 @@ INTERRUPTED, CLOSED = 130, 141  # as a shell reports the signals INT and PIPE
 def launch(program: Callable[[], Any]) -> None:
     """Runs a program. What a user can mend ends it with one line on standard error instead of a traceback; any other error is a
     fault of the code and keeps its traceback. Characters that the console does not have are replaced."""
-    _open_output()
+    open_output()
     try:
         program()
         sys.stdout.flush()  # a full disk or a closed pipe is found here rather than after the last line of the program
@@ -54,7 +54,7 @@ def opened(path: Path | None) -> Iterator[TextIO]:
         raise OSError(error.errno, f"{path} cannot be written: {error.strerror}") from error
 
 
-def _open_output() -> None:
+def open_output() -> None:
     """Replaces a standard stream that was closed before the program began, and makes a strict one replace characters."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

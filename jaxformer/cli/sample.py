@@ -70,7 +70,8 @@ class Options(Strict):
     seed: int = 0
     """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
     trust: bool = dataclasses.field(default=False, repr=False)
-    """Follow the import paths in the config.json of a run with components of one's own, which runs their code."""
+    """Follow the import paths in the config.json of a run with components of one's own, which runs their code; also take a
+    config.json that has been edited."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How tokens are chosen."""
 

@@ -123,8 +123,10 @@ def _header(path: Path) -> dict[str, Entry]:
             if len(start) < 8:
                 raise ValueError(f"it has {size} bytes, too few for a header")
             (length,) = struct.unpack("<Q", start)
-            if length > min(LONGEST_HEADER, size - 8):
+            if length > size - 8:
                 raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
+            if length > LONGEST_HEADER:
+                raise ValueError(f"its header has {length:,} bytes, more than the {LONGEST_HEADER:,} that are read")
             header = parse(file.read(length))
         if not isinstance(header, dict) or len(header) > MOST_TENSORS:
             raise ValueError(f"its header is no table of at most {MOST_TENSORS:,} tensors")

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from jaxformer import data
@@ -28,6 +27,7 @@ from jaxformer.prove.show_batch import shown
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN
+from jaxformer.training.console import RunConsole
 
 UPDATES, SECONDS = 30, 20.0
 """Updates on one batch, and after how many seconds no more are begun."""
@@ -45,18 +45,26 @@ class Stopped(Exception):
     """A check that failed in a way that leaves nothing for the others to work on."""
 
 
-def main(config: run.Config, tok: Any, read: Callable | None, make_placement: Callable[..., Placement]) -> int:
+def main(
+    config: run.Config,
+    tok: Any,
+    read: Callable | None,
+    make_placement: Callable[..., Placement],
+    suits: tuple[Callable, Callable],
+    trust: bool,
+) -> int:
     """Prints a line for each check; the exit code: 0, or 1 if one failed. config, tok, read: of ``pretrained.begin``.
-    make_placement: that of train.py. Raises ValueError in one of several processes."""
+    make_placement: that of train.py. suits: its refusals, of a config on a mesh and of a config with its data; the latter gives
+    what has changed. trust: as of ``open_run``. Raises ValueError in one of several processes."""
     if jax.process_count() > 1:
-        raise ValueError("--check runs in one process: leave out --distributed")
-    console, verdicts = Console(highlight=False), []
-    for finding in _until_stopped(findings(config, tok, read, make_placement)):
+        raise ValueError("--check runs in one process: leave out the --distributed.* flags")
+    console, verdicts = RunConsole(), []
+    for finding in _until_stopped(findings(config, tok, read, make_placement, suits, trust)):
         console.print(finding if isinstance(finding, Text) else finding.text(), soft_wrap=True)
         if isinstance(finding, Finding):
             verdicts.append(finding.verdict)
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (OK, WARNING, FAILED) if verdict in verdicts)
-    console.print(f"[bold]{len(verdicts)} checks[/]: {counts}")
+    console.print(Text.assemble((f"{len(verdicts)} checks", "bold"), f": {counts}"))
     return int(FAILED in verdicts)
 
 
@@ -75,17 +83,21 @@ def attempt(subject: str, function: Callable[..., T], *arguments: Any) -> T:
         raise Stopped(subject, str(error) or type(error).__name__) from error
 
 
-def findings(config: run.Config, tok: Any, read: Callable | None, make_placement: Callable) -> Iterator[Finding | Text]:
+def findings(
+    config: run.Config, tok: Any, read: Callable | None, make_placement: Callable, suits: tuple[Callable, Callable], trust: bool
+) -> Iterator[Finding | Text]:
     """The checks in order, each as it is done, and lines that show a batch."""
     contradictions = list(settings.contradictions(config))
     yield from (Finding(WARNING, "settings", text) for text in contradictions)
     if not contradictions:
         yield Finding(OK, "settings", "none contradicts another")
-    directory, run_tok, changes = attempt("run directory", run.open_run, config)
-    yield resources.directory(directory, changes)
+    directory, run_tok, changes = attempt("run directory", run.open_run, config, trust)
     mesh = attempt("mesh", config.mesh.make)
+    attempt("model", suits[0], config, mesh)
     rows = attempt("mesh", own_rows, mesh, config.data.batch_size)
     corpus = attempt("data", data.load, config.data, run_tok or tok, rows)
+    changes += attempt("data", suits[1], config, corpus)
+    yield resources.directory(directory, changes)
     batch = attempt("data", lambda: corpus.train[0])
     yield from tokens.findings(config, corpus, batch)
     yield from shown(batch, corpus.tokenizer)
@@ -105,7 +117,7 @@ def _trained(config: run.Config, mesh: Any, batch: Any, read: Callable | None, m
     placement = attempt("placement", make_placement, trial, mesh, objective, abstract := jax.eval_shape(fresh))
     like = placement.like(abstract)
     with placement.within():
-        began = attempt("parameters", placement.begin, fresh, *([read(like.params)] if read else []))
+        began = attempt("parameters", lambda: placement.begin(fresh, *([read(like.params)] if read else [])))
         measure = placement.compile(gradients.measure(objective, config.model))
         on_devices = attempt("batch", placement.put_evaluation, batch)
         look = lambda state: jax.device_get(measure(placement.get_state(state).params, on_devices))

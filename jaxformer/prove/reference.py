@@ -30,6 +30,7 @@ NO_EFFECT = (
     "run_dir",
     *(f"data.{name}" for name in ("path", "validation_path", "target_path", "tokenizer", "validation_rows")),  # their content
     *(f"train.{name}" for name in ("eval_every", "log_every", "keep_checkpoints", "prompt", "sample_tokens", "temperature")),
+    "train.agree_every",
 )
 """Fields that change no training loss, or only through the text and the tokenizer, which have hashes of their own."""
 

@@ -1,5 +1,6 @@
 """Memory and disk space of a run, against what this machine has."""
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -7,15 +8,15 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxformer.cost import analytic
+from jaxformer.cost import analytic, memory
 from jaxformer.cost.topology import GIB
 from jaxformer.data.config import TASKS
 from jaxformer.prove.findings import FAILED, OK, WARNING, Finding
 from jaxformer.training.config import NEXT_TOKEN, Config
+from jaxformer.training.directory import has_saved
 
 EXACT = ("parameters", "optimizer", "gradients")
 """Kinds of buffers whose sizes are exact; the others are an estimate."""
-CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def existing(path: Path) -> Path:
@@ -28,8 +29,8 @@ def directory(path: Path, changes: list[str]) -> Finding:
     subject, where = "run directory", path if path.is_dir() else existing(path)
     if not os.access(where, os.W_OK | os.X_OK):
         return Finding(FAILED, subject, f"{where} cannot be written")
-    if not path.is_dir():
-        return Finding(OK, subject, f"{path} will be made")
+    if not has_saved(path):
+        return Finding(OK, subject, f"a new run will be written to {path}")
     if changes:
         return Finding(WARNING, subject, f"{path} holds a run that will be continued with changes: {'; '.join(changes)}")
     return Finding(OK, subject, f"{path} holds a run that will be continued; this check begins from fresh parameters")
@@ -59,10 +60,7 @@ def limit() -> tuple[float, int]:
     statistics = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
         return statistics["bytes_limit"], 1
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if CGROUP.is_file() and (text := CGROUP.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return total, len(devices)
+    return memory.host_bytes() or math.inf, len(devices)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -82,4 +80,6 @@ def on_disk(config: Config, checkpoint: int) -> Finding:
 
 
 def _size(size: float) -> str:
+    if size == math.inf:
+        return "an unknown amount"
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.2f} MiB"

@@ -83,13 +83,10 @@ class Trainer:
             return subprocess.Popen([sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, env=self.environment)
 
 
-def launch() -> None:
-    """The program. Errors become one line."""
+def program() -> None:
+    """The program."""
     jax.config.update("jax_platforms", "cpu")  # this process only compares; the devices are for those that train
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main(sys.argv[1:]))
 
 
 def parse(arguments: list[str]) -> tuple[Options, Trainer]:
@@ -101,7 +98,9 @@ def parse(arguments: list[str]) -> tuple[Options, Trainer]:
     options, flags = tyro.cli(Options, args=rest, prog=prog, description=ABOUT, return_unknown_args=True)
     config = run.parse([arguments[0], *flags], Path()).config
     if config.distributed.on:
-        raise ValueError("leave out --distributed: the first half is one process, the second --then-processes")
+        raise ValueError(
+            "leave out the --distributed.* flags: the first half is one process; --then-processes sets those of the second"
+        )
     steps = {"train.steps": 2 * options.steps, "train.eval-every": options.steps}
     fixed = steps | {"train.log-every": 1, "train.sample-tokens": 0}
     environment = os.environ | {"COLUMNS": "1000"} | ({"JAX_PLATFORMS": "cpu"} if options.then_processes > 1 else {})

@@ -7,7 +7,6 @@ are saved. Steps are in ``<run>/checkpoints/<step>``.
 """
 
 import functools
-import itertools
 import json
 import logging
 import math
@@ -21,6 +20,7 @@ import jax
 from jaxformer.parallel import multihost
 from jaxformer.training import stored
 from jaxformer.training.digest import summaries
+from jaxformer.training.directory import set_aside
 from jaxformer.training.stored import DIGESTS, ITEMS, AnotherTree
 from jaxformer.training.update import TrainState
 
@@ -211,6 +211,4 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> None:
         if multihost.first():
-            path = self.directory / str(step)
-            candidates = (path.with_name(f"{step}.broken{n or ''}") for n in itertools.count())
-            path.rename(next(candidate for candidate in candidates if not candidate.exists()))
+            set_aside(self.directory / str(step), "broken")

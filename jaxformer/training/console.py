@@ -1,20 +1,11 @@
 """What a program prints: texts as they are, on any console, and as long as somebody reads them."""
 
-import io
 import logging
 import os
 import sys
 
 from rich.console import Console
 from rich.logging import RichHandler
-
-
-def replace_unprintable() -> None:
-    """From now on a character that standard output or error has no code for (ASCII, cp1252) is printed as a question mark, and
-    does not end the program."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 class RunConsole(Console):

@@ -3,7 +3,7 @@ its numbers are finite.
 
 A digest is the sum mod 2^32 of one integer for each element, made of the element's bits and its index by a function that can be
 inverted for every index. Integers add up to the same sum in any order, so it is the same on every mesh; a change of one element
-always changes it, and any other change does but for one case in 2^32.
+always changes it, and any other change goes unnoticed with probability 2^-32.
 """
 
 from typing import Any, NamedTuple
@@ -91,10 +91,11 @@ def _on_device(x: Any) -> Any:
     return x if x.sharding.memory_kind in (None, kind) else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
-def drifted(params: Any) -> list[int]:
+def drifted(params: Any, stacked: bool = False) -> list[int]:
     """The numbers of the processes whose copy of a parameter differs from what most others have; empty where all agree.
 
-    Compared are the parts that lie on several devices. Every process must call it; all get the same answer.
+    Compared are the parts that lie on several devices. stacked: the first axis is that of the devices, as ``pmap`` has it.
+    Every process must call it; all get the same answer.
     """
     devices = {device: number for number, device in enumerate(jax.devices())}
     leaves = jax.tree.leaves(params)
@@ -109,7 +110,7 @@ def drifted(params: Any) -> list[int]:
     for row, x in enumerate(leaves):
         copies: dict[str, list[Any]] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
-            copies.setdefault(str(index), []).append(device)
+            copies.setdefault(str(index[1:] if stacked else index), []).append(device)
         for holders in copies.values():
             values = [int(table[row, devices[device]]) for device in holders]
             usual = max(values, key=values.count)

@@ -35,7 +35,9 @@ class Guard:
         else:
             self._in_a_row = 0
             if not math.isfinite(values["loss"]):
-                raise FloatingPointError(f"the loss is {values['loss']} at step {step}; {self._advice()}")
+                raise FloatingPointError(
+                    f"the loss is {values['loss']} at step {step}; {self._newest()}. Lower optim.lr, or check the data"
+                )
         return values | ({"skipped": self._skipped} if self._skipped else {})
 
     def _skip(self, step: int, what: str) -> None:
@@ -55,9 +57,9 @@ class Guard:
         every = self._train.agree_every
         if not every or step % every or jax.device_count() == 1:
             return
-        if processes := drifted(params):
+        if processes := drifted(params, self._train.parallel == "pmap"):
             which = ", ".join(map(str, processes))
             raise FloatingPointError(
-                f"the parameters of process {which} differ from those of the others at step {step}: one of its devices is "
-                f"faulty, or it runs another program; {self._newest()}, from which the same command goes on"
+                f"copies of the parameters differ at step {step}, on a device of process {which}: the device is faulty, or the "
+                f"process runs another program; {self._newest()}, from which the same command goes on"
             )

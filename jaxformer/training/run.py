@@ -104,7 +104,7 @@ def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]
     if before is None:
         return directory, None, []
     old, new = _fields(before), _fields(config)
-    changed = [name for name in new if name != "run_dir" and old.get(name) != new[name]]
+    changed = [name for name in new if name not in ("run_dir", "data.accept_change") and old.get(name) != new[name]]
     _refuse_architecture(before.model, config.model, changed, old, new, directory)
     notes = [f"{name}: {old.get(name)} -> {new[name]}" for name in changed if name not in FITTED]
     return directory, read_tokenizer(directory), notes

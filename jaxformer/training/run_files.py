@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxformer.config.strict import from_dict, to_json
-from jaxformer.config.textfile import read_text
-from jaxformer.tokenizers import disk_cache, tokenizer
+from jaxformer.tokenizers import disk_cache, json_files, tokenizer
 from jaxformer.training.config import Config
 from jaxformer.training.migrate import migrated
 
 CHECKSUMS = "checksums"
 """The entry of config.json by which it and the tokenizer are known to be what was written."""
-_EDITED = f"if it is as you want it, delete {CHECKSUMS!r} from config.json"
+_EDITED = f"If that is intended, delete {CHECKSUMS!r} from config.json"
 
 
 def write_run(directory: Path, config: Config, tok: Any) -> None:
@@ -36,9 +35,11 @@ def read_run(directory: Path, trust: bool = False) -> Config:
 
 def verify_config(directory: Path) -> None:
     """Raises ValueError where config.json is not as it was written. One without checksums, of an earlier version, is taken."""
-    values, sums = plain(directory)
+    values, sums = _stored(directory)
     if sums and sums.get("config") != _checksum(values):
-        raise ValueError(f"{directory / 'config.json'} is not as it was written, but damaged or edited; {_EDITED}")
+        raise ValueError(
+            f"{directory / 'config.json'} has changed since it was written: it is damaged, or was edited. {_EDITED}"
+        )
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -46,9 +47,7 @@ def read_tokenizer(directory: Path) -> Any:
     tok = tokenizer.load(directory)
     known = plain(directory)[1].get("tokenizer", tok.content_hash)
     if known != tok.content_hash:
-        raise ValueError(
-            f"the tokenizer in {directory} is not the one that was written there, but damaged or another; {_EDITED}"
-        )
+        raise ValueError(f"the tokenizer in {directory} has changed since it was written: it is damaged, or another. {_EDITED}")
     return tok
 
 
@@ -58,17 +57,24 @@ def _checksum(values: dict[str, Any]) -> str:
 
 def plain(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of a run's config.json, under today's names, and its checksums ({} of an earlier version)."""
+    values, sums = _stored(directory)
+    with named(directory):
+        return migrated(values), sums
+
+
+def _stored(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same under the names that it was written with."""
     path = directory / "config.json"
     if not path.exists():
         raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
     with named(directory):
-        values = json.loads(read_text(path))
+        values = json_files.parse(json_files.content(path))
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not the fields of a run")
         sums = values.pop(CHECKSUMS, {})
         if not isinstance(sums, dict):
             raise ValueError(f"its {CHECKSUMS} are {type(sums).__name__}, not an object")
-        return migrated(values), sums
+        return values, sums
 
 
 @contextlib.contextmanager
