@@ -19,7 +19,7 @@ from jaxformer.training.config import TrainConfig
 from jaxformer.training.digest import digest, drifted, summaries
 from jaxformer.training.guard import Guard
 from jaxformer.training.update import init_state, make_update
-from tests.states import CFG, OPTIM, STEPS, assert_equal, at, listing, params_of, restore, save
+from tests.states import CFG, OPTIM, STEPS, assert_equal, at, fresh, like, listing, params_of, restore, save
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax abandons other reads
 
@@ -74,10 +74,15 @@ def zero(path: Path, other: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def flip(path: Path, other: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+def flip(share: float):
+    """One bit, at that share of the file."""
+
+    def damage(path: Path, other: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[min(int(share * len(data)), len(data) - 1)] ^= 4
+        path.write_bytes(data)
+
+    return damage
 
 
 def remove(path: Path, other: Path) -> None:
@@ -88,7 +93,13 @@ def swap(path: Path, other: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-DAMAGES = {"truncated": truncate, "zeroed": zero, "one bit": flip, "removed": remove, "another step's": swap}
+DAMAGES = {"truncated": truncate, "zeroed": zero, "removed": remove, "another step's": swap}
+DAMAGES |= {f"one bit at {share}": flip(share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)}
+KINDS = {
+    "float32": (CFG, OPTIM),
+    "mean of the parameters": (CFG, dataclasses.replace(OPTIM, ema=0.9)),
+    "Muon": (CFG, dataclasses.replace(OPTIM, name="muon")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +107,16 @@ def two_steps(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("digests")
     save(directory, at(3), at(6), losses=[2.0, 1.0])
     return directory
+
+
+@pytest.fixture(scope="module")
+def steps_of_each_kind(two_steps, tmp_path_factory) -> dict[str, Path]:
+    folders = {"float32": two_steps}
+    for kind in ("mean of the parameters", "Muon"):
+        folders[kind] = tmp_path_factory.mktemp("digests")
+        state = fresh(*KINDS[kind])
+        save(folders[kind], at(3, state), at(6, state), losses=[2.0, 1.0])
+    return folders
 
 
 def files(step: Path) -> list[Path]:
@@ -111,36 +132,45 @@ def counterpart(path: Path, copy: Path) -> Path:
     return by_size(folder)[min(by_size(path.parent).index(path), len(by_size(folder)) - 1)]
 
 
-def outcome(copy: Path) -> str:
-    """What a restore and a reading of the parameters give: the step of the state, which must be exactly that step's."""
+def outcome(copy: Path, kind: str = "float32") -> str:
+    """What reading the parameters and restoring give: the step of the state, which must be exactly that step's."""
+    cfg, optim = KINDS[kind]
+    state = fresh(cfg, optim)
     try:
-        found = restore(copy)
+        params = params_of(copy, cfg)
+        found = restore(copy, like(cfg, optim))
     except ValueError as error:
         assert "can be read" in str(error)
         return "refused"
-    assert_equal(found, at(int(found.step)))
-    return f"step {int(found.step)}"
+    step = int(found.step)
+    assert_equal(found, at(step, state))
+    known = [at(number, state).params for number in (3, 6)]
+    same = [all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (params, other)), strict=True)) for other in known]
+    assert any(same), "parameters of no step"
+    return f"step {step}"
 
 
 def test_one_bit_in_the_largest_file_of_arrays_is_noticed_by_every_reader(two_steps, tmp_path, caplog):
     copy = shutil.copytree(two_steps, tmp_path / "checkpoints")
     largest = max(files(copy / "6" / "params"), key=lambda path: path.stat().st_size)
-    flip(largest, largest)
+    flip(0.5)(largest, largest)
     jax.tree.map(np.testing.assert_array_equal, params_of(copy), at(3).params)
     assert "is not what was saved (digest" in caplog.text or "skipping the damaged checkpoint" in caplog.text
     assert outcome(copy) == "step 3"
     assert "6.broken" in listing(copy)
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_no_damage_to_any_file_loads_another_number(two_steps, tmp_path, kind):
-    outcomes = []
-    for path in files(two_steps / "6"):
-        copy = shutil.copytree(two_steps, tmp_path / "checkpoints", dirs_exist_ok=False)
-        damaged = copy / path.relative_to(two_steps)
-        DAMAGES[kind](damaged, counterpart(damaged, copy))
-        outcomes.append(outcome(copy))
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damage_to_any_file_loads_another_number(steps_of_each_kind, tmp_path, kind, damage):
+    outcomes, directory = [], steps_of_each_kind[kind]
+    for path in files(directory / "6"):
+        copy = shutil.copytree(directory, tmp_path / "checkpoints")
+        damaged = copy / path.relative_to(directory)
+        DAMAGES[damage](damaged, counterpart(damaged, copy))
+        outcomes.append(outcome(copy, kind))
         shutil.rmtree(copy)
+    print(f"{len(outcomes)} files, {kind}, {damage}: {outcomes}")
     assert len(outcomes) >= 10 and "step 3" in outcomes  # some damage must matter, and all of it is noticed or harmless
 
 
