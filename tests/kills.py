@@ -174,6 +174,7 @@ def tries(way: str, number: int, kills: int, folder: Path, text: Path, seed: int
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="kills in all that meet a living process")
+    parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after so long")
     parser.add_argument("--per-run", type=int, default=5, help="kills of one run")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seed", type=int, default=0)
@@ -188,7 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
     wrong = []
     number = 0
     with ThreadPoolExecutor(2) as pool:
-        while sum(counter.total() for counter in total.values()) < options.kills:
+        until = time.monotonic() + 60 * options.minutes
+        while sum(counter.total() for counter in total.values()) < options.kills and time.monotonic() < until:
             jobs = [(way, number + i) for i, way in enumerate(options.ways)]
             number += len(jobs)
             work = [pool.submit(tries, way, n, options.per_run, folder, text, options.seed) for way, n in jobs]
