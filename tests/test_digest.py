@@ -18,6 +18,7 @@ from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import TrainConfig
 from jaxformer.training.digest import digest, drifted, summaries
 from jaxformer.training.guard import Guard
+from jaxformer.training.records import keep_until
 from jaxformer.training.update import init_state, make_update
 from tests.states import CFG, OPTIM, STEPS, assert_equal, at, fresh, like, listing, params_of, restore, save
 
@@ -383,3 +384,51 @@ def test_copies_that_pmap_stacks_are_compared_too():
     stacked = jax.make_array_from_single_device_arrays((8, 16), by_device, parts)
     assert drifted({"w": stacked}, stacked=True) == [0] and drifted({"w": stacked}) == []
     assert drifted({"w": jax.device_put(np.stack([x] * 8), by_device)}, stacked=True) == []
+
+
+# What an attack found
+
+
+@pytest.mark.parametrize(
+    "content", ['{"other": 1}', "{}", '{"loss": 1' + "0" * 400 + "}", "[" * 100_000, '{"loss": -5.0}', '{"loss": true}']
+)
+def test_a_validation_loss_that_is_not_what_was_saved_counts_no_more(content, two_steps, tmp_path, caplog):
+    copy = shutil.copytree(two_steps, tmp_path / "checkpoints")
+    (copy / "3" / "metrics" / "metrics").write_text(content)
+    assert_equal(restore(copy), at(6))
+    assert "the validation loss of step 3 cannot be used" in caplog.text
+    with Checkpoints(copy) as checkpoints:
+        assert checkpoints.best_step() == 6
+
+
+def test_only_numbers_as_they_are_written_are_steps(two_steps, tmp_path):
+    copy = shutil.copytree(two_steps, tmp_path / "checkpoints")
+    for name in ("9²", "012", "9٣", "0015", "+7", "1_0"):
+        (copy / name).mkdir()
+    assert Checkpoints(copy).steps() == [3, 6]
+    assert_equal(restore(copy), at(6))
+
+
+def test_a_place_whose_name_is_not_utf8_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the name is not UTF-8"):
+        Checkpoints(tmp_path / "bad\udcffname")
+
+
+def test_a_run_whose_checkpoints_cannot_be_reached_is_refused_and_its_records_stay(small_run, tmp_path, caplog):
+    copy = shutil.copytree(small_run, tmp_path / "run")
+    config = dataclasses.replace(run.read_run(copy), run_dir=str(copy))
+    assert run.open_run(config)[0] == copy
+    values = json.loads((copy / "config.json").read_text())
+    values["optim"]["lr"] = 0.5
+    (copy / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="config.json has changed since it was written"):
+        run.open_run(config)
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "checkpoints").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(ValueError, match="cannot be reached; is its disk mounted"):
+        run.open_run(config)
+    records = b'{"step": 3, "kind": "train", "loss": 1.0}\n{"step": 3, "kind": "validation", "loss": 1.0}\n'
+    (copy / "metrics.jsonl").write_bytes(records)
+    keep_until(copy / "metrics.jsonl", 0)
+    assert (copy / "metrics.jsonl").read_bytes() == b"" and (copy / "metrics.jsonl.before").read_bytes() == records
+    assert "training begins at step 0" in caplog.text

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxformer.config.textfile import read_text
 from jaxformer.data import Data, DataConfig
-from jaxformer.tokenizers import disk_cache
+from jaxformer.tokenizers import disk_cache, json_files
 
 FILE = "data.json"
 CHOOSING = ("task", "path", "validation_path", "target_path", "validation_fraction")
@@ -24,7 +23,7 @@ def changes(directory: Path, cfg: DataConfig, corpus: Data) -> list[str]:
     if not path.exists() or not now["hashes"]:
         return []
     try:
-        before = json.loads(read_text(path))
+        before = json_files.parse(json_files.content(path))
         chosen, hashes = dict(before["chosen"]), dict(before["hashes"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {error!r}; delete it to continue without a comparison of the text") from error

@@ -20,7 +20,7 @@ import jax
 from jaxformer.parallel import multihost
 from jaxformer.training import stored
 from jaxformer.training.digest import summaries
-from jaxformer.training.directory import set_aside
+from jaxformer.training.directory import saved_steps, set_aside
 from jaxformer.training.stored import DIGESTS, ITEMS, AnotherTree
 from jaxformer.training.update import TrainState
 
@@ -40,6 +40,10 @@ class Checkpoints:
         if wrong := [c for c in UNREADABLE if c in str(self.directory)]:
             how = "choose another, or make a link to it that has none and give that"
             raise ValueError(f"checkpoints cannot be kept in {self.directory}, because of the {wrong[0]!r} in it: {how}")
+        try:
+            str(self.directory).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"checkpoints cannot be kept in {str(self.directory)!r}: the name is not UTF-8") from error
 
     @functools.cached_property
     def _manager(self):
@@ -59,7 +63,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a directory, in order; only ``restore`` can tell whether each is complete."""
-        return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
+        return saved_steps(self.directory.parent, self.directory.name)
 
     def save(self, state: TrainState, validation_loss: float | None = None) -> None:
         """Starts writing ``state`` under its step, and returns once its arrays are copied. A step that exists is not written
@@ -79,9 +83,9 @@ class Checkpoints:
         if wrong := stored.nonfinite(known):
             raise FloatingPointError(f"{wrong} after step {step}, which is not saved; {self.newest()}")
         arguments = {name: ocp.args.StandardSave(item) for name, item in items.items()}
-        arguments[DIGESTS] = ocp.args.JsonSave(stored.digests(step, known))
         is_number = validation_loss is not None and math.isfinite(validation_loss)
-        metrics = {"loss": validation_loss} if is_number else None
+        metrics: dict[str, Any] | None = {"loss": validation_loss} if is_number else None
+        arguments[DIGESTS] = ocp.args.JsonSave(stored.digests(step, known, metrics))
         self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
         self._unconfirmed = self.directory / str(step)
 
@@ -170,14 +174,13 @@ class Checkpoints:
             shutil.rmtree(path)
         for step in self.steps():
             metrics = self.directory / str(step) / "metrics"
+            if not metrics.exists():
+                continue
             try:
-                loss = json.loads((metrics / "metrics").read_text()).get("loss", 0.0) if metrics.exists() else 0.0
-                if not math.isfinite(loss):
-                    raise ValueError(f"it holds {loss}")
-            except (ValueError, OSError, AttributeError, TypeError) as error:
-                log.warning(
-                    "the validation loss of step %s cannot be read (%s): the step no longer counts as the best", step, error
-                )
+                stored.check_loss(json.loads((metrics / "metrics").read_text()), self.directory / str(step))
+            except Exception as error:  # whatever it holds, Orbax would not open the other steps because of it
+                message = "the validation loss of step %s cannot be used (%r): the step no longer counts as the best"
+                log.warning(message, step, error)
                 shutil.rmtree(metrics) if metrics.is_dir() else metrics.unlink()
 
     def _newest(self, like: dict[str, Any], broken: list[int], partial: bool = False) -> dict[str, Any] | None:

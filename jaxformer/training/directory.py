@@ -43,10 +43,10 @@ def expanded(path: str) -> str:
     return home
 
 
-def saved_steps(directory: Path) -> list[int]:
+def saved_steps(directory: Path, folder: str = CHECKPOINTS) -> list[int]:
     """The steps that a run has saved, in order; whether each can be read is for ``Checkpoints`` to say."""
     with contextlib.suppress(OSError):
-        return sorted(int(name) for name in os.listdir(directory / CHECKPOINTS) if name.isdecimal())
+        return sorted(int(name) for name in os.listdir(directory / folder) if re.fullmatch("0|[1-9][0-9]*", name))
     return []
 
 

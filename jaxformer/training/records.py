@@ -37,7 +37,8 @@ def validation_at(path: Path, step: int) -> dict[str, float]:
 def keep_until(path: Path, step: int) -> None:
     """Removes the records of updates after ``step``, which a crash has undone, and a last line that it cut short.
 
-    If any other line cannot be read, a warning names it, and the whole file is kept beside as ``metrics.jsonl.broken``.
+    If any other line cannot be read, a warning names it, and the whole file is kept beside as ``metrics.jsonl.broken``. If
+    training begins anew although there have been evaluations, it is kept as ``metrics.jsonl.before``.
     """
     if not path.exists():
         return
@@ -49,6 +50,9 @@ def keep_until(path: Path, step: int) -> None:
         aside = set_aside(path, "broken")
         numbers = ("line " if len(broken) == 1 else "lines ") + ", ".join(map(str, broken))
         log.warning("%s of %s cannot be read; the whole file is kept as %s", numbers, path, aside.name)
+    if step == 0 and not broken and any(record.get("kind") == "validation" for _, record in lines if record is not None):
+        aside = set_aside(path, "before")
+        log.warning("training begins at step 0, as there is no checkpoint; the records of before are kept as %s", aside.name)
     if kept != content:
         disk_cache.write(path, kept)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxformer.training import objective as objectives
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
-from jaxformer.training.directory import expanded, has_saved, is_unbegun
+from jaxformer.training.directory import CHECKPOINTS, expanded, has_saved, is_unbegun
 from jaxformer.training.optim import initial_params, optimizer
 from jaxformer.training.run_files import named, plain, read_run, read_tokenizer, verify_config, write_run
 
@@ -100,6 +101,8 @@ def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]
         raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
     if (directory / "metrics.jsonl").is_dir():
         raise ValueError(f"{directory / 'metrics.jsonl'} is a folder, where the records of the run belong")
+    if os.path.islink(directory / CHECKPOINTS) and not os.path.exists(directory / CHECKPOINTS):
+        raise ValueError(f"{directory / CHECKPOINTS} is a link to a folder that cannot be reached; is its disk mounted?")
     before = read_former(config, trust)
     if before is None:
         return directory, None, []
@@ -115,7 +118,8 @@ def read_former(config: Config, trust: bool = False) -> Config | None:
 
     It may name the import paths that ``config`` names itself. Another objective, optimizer or data set is only compared, never
     imported. Raises ValueError, before anything is imported, for components at other import paths: as of another architecture
-    where ``config`` decides on the model; unless trusted where the run does (``init.from``).
+    where ``config`` decides on the model; unless trusted where the run does (``init.from``). Also for a config.json that has
+    changed since it was written, unless trusted.
     """
     directory = Path(config.run_dir)
     if not (directory / "config.json").exists():
@@ -130,7 +134,11 @@ def read_former(config: Config, trust: bool = False) -> Config | None:
         raise ValueError("\n".join([_another(directory), *lines]))
     with named(directory):
         former = from_dict(Config, values, trust or not others)
-    return former if is_saved else None
+    if not is_saved:
+        return None
+    if not trust:
+        verify_config(directory)
+    return former
 
 
 def make_objective(config: Config) -> objectives.Objective:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,11 @@ def joined(items: dict[str, Any], like: TrainState) -> TrainState:
     return dataclasses.replace(like, params=items["params"], step=rest["step"], opt_state=rest["opt_state"], rng=rng)
 
 
-def digests(step: int, known: dict[str, dict[str, Summary]]) -> dict[str, Any]:
-    """The item ``DIGESTS`` of a step, from the summaries of its items."""
-    return {"step": step} | {name: {path: s.digest for path, s in item.items()} for name, item in known.items()}
+def digests(step: int, known: dict[str, dict[str, Summary]], metrics: dict[str, float] | None) -> dict[str, Any]:
+    """The item ``DIGESTS`` of a step, from the summaries of its items and its validation loss."""
+    return {"step": step, "metrics": metrics} | {
+        name: {path: s.digest for path, s in item.items()} for name, item in known.items()
+    }
 
 
 def nonfinite(known: dict[str, dict[str, Summary]]) -> str:
@@ -84,6 +87,15 @@ def mismatch(items: dict[str, Any], expected: dict[str, Any]) -> str:
     return nonfinite(known)
 
 
+def check_loss(metrics: dict[str, float], path: Path) -> None:
+    """Raises an error where ``metrics``, as read from the step at ``path``, is not the validation loss that was saved there."""
+    loss = metrics["loss"]
+    if isinstance(loss, bool) or not math.isfinite(loss):
+        raise ValueError(f"it is {loss}")
+    if (file := path / DIGESTS / "metadata").exists() and json.loads(file.read_text(encoding="utf-8"))["metrics"] != metrics:
+        raise ValueError("it is not what was saved")
+
+
 def _read_digests(path: Path) -> dict[str, Any]:
     """Raises OSError where they are lost, ValueError where they cannot be read or are another step's."""
     file = path / DIGESTS / "metadata"
@@ -91,7 +103,7 @@ def _read_digests(path: Path) -> dict[str, Any]:
         contents = path / "_CHECKPOINT_METADATA"
         if file.parent.exists() or (contents.exists() and DIGESTS in contents.read_text(encoding="utf-8", errors="replace")):
             raise OSError("its digests are lost")
-        log.info("%s was written by an earlier version, without digests: its numbers cannot be verified", path)
+        log.warning("%s was written by an earlier version, without digests: its numbers cannot be verified", path)
         return {}
     saved = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(saved, dict) or not all(isinstance(saved.get(name), dict) for name in ITEMS):
