@@ -118,6 +118,7 @@ def written(directory, record="model", field="norm", value="layer", init=None):
 
 def changed(directory, record, field, value):
     values = json.loads((directory / "config.json").read_text())
+    values.pop("checksums", None)
     values[record][field] = value
     (directory / "config.json").write_text(json.dumps(values))
 
