@@ -42,12 +42,14 @@ config = jf.Config(
 def main() -> None:
     """Trains with both, in directories that are removed afterwards."""
     sys.path.insert(0, str(ROOT))  # where train.py is, and from where examples.muon is imported
-    from train import launch
+    from train import DEFAULT, run
+    from train import main as train
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("muon", "examples.muon:normalized"):
             print(f"--optim.name {name}")
-            launch([__file__, "--optim.name", name, "--run-dir", f"{folder}/{name.rpartition(':')[2]}"])
+            flags = ["--optim.name", name, "--run-dir", f"{folder}/{name.rpartition(':')[2]}"]
+            train(run.parse([__file__, *flags], DEFAULT).config)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ def everything(directory):
 @pytest.mark.parametrize("name", ending.SIGNALS)
 def test_a_signal_asks_to_stop_and_what_was_there_is_restored(name, capfd):
     number = getattr(signal, name)
+    if name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("SIGHUP is ignored here, as under nohup, and stays so")
     before = signal.getsignal(number)
     with ending.stopping() as stop:
         assert not stop()
