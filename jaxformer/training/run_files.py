@@ -29,8 +29,9 @@ def write_run(directory: Path, config: Config, tok: Any) -> None:
 def read_run(directory: Path, trust: bool = False) -> Config:
     """The config of a run, whatever version of the library wrote it (``training.migrate``). trust: whether the import paths in
     it may be followed, which runs code. Raises ValueError or FileNotFoundError that says what is wrong with it."""
+    values = plain(directory)[0]
     with named(directory):
-        return from_dict(Config, plain(directory)[0], trust)
+        return from_dict(Config, values, trust)
 
 
 def verify_config(directory: Path) -> None:
