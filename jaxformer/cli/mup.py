@@ -124,7 +124,7 @@ def slopes(widths: list[int], sizes: list[Sizes]) -> dict[str, float]:
 
 
 def draw(path: Path, widths: list[int], with_: list[Sizes], without: list[Sizes]) -> None:
-    """A column of panels with mu-P and one without: size against width of each activation, a line a step."""
+    """A column of panels with mu-P and one without: size against width of each activation, a line per step."""
     from matplotlib.figure import Figure
 
     names = list(with_[0])

@@ -119,7 +119,7 @@ class ModelConfig(Strict):
     relative_distance: int = 128
     """Distance from which on all share the last bucket."""
     window: int | tuple[int | None, ...] | None = None
-    """Keys that a query sees, itself included; one number for all layers, or one (None: all keys) a layer."""
+    """Keys that a query sees, itself included; one number for all layers, or one per layer (None: all keys)."""
     attention_scale: float | None = None
     """Multiplies the scores; 1/sqrt(H) unless given."""
     attention_softcap: float | None = None

@@ -106,5 +106,5 @@ def _check_encoder(cfg):
 
 
 def letters(component: Any, cfg: Any) -> dict[str, int]:
-    """The dimensions that a component declares besides the key's: ``component.letters(cfg)``, sizes by letter."""
+    """The dimensions that a component declares in addition to the key's: ``component.letters(cfg)``, sizes by letter."""
     return component.letters(cfg) if has_fields(component) and hasattr(component, "letters") else {}

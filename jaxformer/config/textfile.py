@@ -10,7 +10,7 @@ _KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_
 
 
 def require_regular(path: str | os.PathLike) -> None:
-    """Raises ValueError for a named pipe, a socket or a device: reading one could wait for ever, or give something else the
+    """Raises ValueError for a named pipe, a socket or a device: reading one could wait forever, or give something else the
     next time. A path that does not exist is let through."""
     try:
         mode = os.stat(path).st_mode

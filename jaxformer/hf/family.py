@@ -84,7 +84,7 @@ class Family:
     only: dict[str, Any] = field(default_factory=dict)
     """Fields of config.json that must have this value (a ``Field``: that field's), be null or missing."""
     ignored: tuple[str, ...] = ()
-    """Patterns (re) of fields of config.json without effect, besides those of all families."""
+    """Patterns (re) of fields of config.json without effect, in addition to those of all families."""
     not_applied: tuple[str, ...] = ()
     """Rates of randomness in training that are not applied: they are warned of, not refused."""
     written: dict[str, Any] = field(default_factory=dict)

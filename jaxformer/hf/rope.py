@@ -19,7 +19,7 @@ PARAMETERS = {
     "llama3": {"low_freq_factor": "low_frequency", "high_freq_factor": "high_frequency"},
     "yarn": {name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
 }
-"""Rope type -> its parameters besides the factor: their name -> our field of ``RopeScaling``."""
+"""Rope type -> its parameters other than the factor: their name -> our field of ``RopeScaling``."""
 Values = tuple[float, float, RopeScaling]
 
 

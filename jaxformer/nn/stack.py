@@ -199,7 +199,7 @@ def _numbered(params, cfg):
 
 
 def is_unstacked(params: dict) -> bool:
-    """Whether the layers' parameters are one tree a layer, under "0", "1", …"""
+    """Whether the layers' parameters are one tree per layer, under "0", "1", …"""
     return "0" in params
 
 

@@ -45,7 +45,7 @@ class Trial:
         self.tolerance = ROUNDINGS * float(np.finfo(np.float32).eps) * depth
         self.tolerances = {
             "exact": (0.0, "the same or not"),
-            "float32": (self.tolerance, f"float32: {ROUNDINGS} roundings a layer"),
+            "float32": (self.tolerance, f"float32: {ROUNDINGS} roundings per layer"),
             "bfloat16": (8 * 2**-8 * depth**0.5, "bfloat16: 8 roundings × √layers"),
         }
         self.program = jit(lambda params, tokens, rows, cfg: output(params, tokens, cfg, **rows), static_argnums=3)
@@ -67,7 +67,7 @@ class Trial:
         return [np.asarray(output(self.params, self.tokens, self.cfg, **self.source)[0]) for _ in range(2)]
 
     def batch(self, rows: int) -> dict[str, np.ndarray]:
-        """A training batch of so many rows."""
+        """A training batch with that number of rows."""
         weights = np.ones(self.tokens.shape, np.float32)
         entries: dict[str, np.ndarray] = {
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""What a program prints: texts as they are, on any console, and as long as somebody reads them."""
+"""What a program prints: texts as they are, on any console, and while somebody reads them."""
 
 import logging
 import os

@@ -127,7 +127,7 @@ def learning_rate(cfg: OptimConfig, step: jax.Array, steps: int) -> jax.Array:
 
 
 class Scheduled(Following):
-    """A gradient transformation that tells its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
+    """A gradient transformation that gives its learning rate: ``learning_rate(step)``, which an update reports as ``lr``."""
 
     learning_rate: Callable[[jax.Array], jax.Array]
 

@@ -76,7 +76,7 @@ def _move_forward(x, moved, lengths, outward):
 
 
 def _move_backward(lengths, outward, moved, g):
-    # Rows move and are not changed: one way is the other's transpose. (What JAX derives sends offsets besides.)
+    # Rows move and are not changed: one way is the other's transpose. (What JAX derives also sends offsets.)
     return _move(g, moved, lengths[::-1], not outward), None
 
 

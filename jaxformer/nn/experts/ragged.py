@@ -16,7 +16,7 @@ def ragged_dot(x_MD: jax.Array, weight_EDF: jax.Array, sizes: jax.Array, name: s
     CPUs lay the rows out in blocks of one group each, and multiply blocks with copies of their kernels, which are some 17 for
     each: too many for the memory of accelerators.
     """
-    # A row has one of the E kernels for its own: as an equation, a kernel a row.
+    # A row has one of the E kernels for its own: as an equation, a kernel per row.
     return multiply("MD,MDF->MF", x_MD, weight_EDF, name=name, by=lambda x_MD, weight_EDF: _ragged_dot(x_MD, weight_EDF, sizes))
 
 
