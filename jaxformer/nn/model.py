@@ -41,7 +41,7 @@ def spec(cfg: ModelConfig) -> dict:
 
 
 def unstack(params: dict, cfg: ModelConfig) -> dict:
-    """The same parameters with one tree per layer, under "0", "1", … Every function here takes them too; optimizers, checkpoints
+    """The same parameters with one tree per layer, under "0", "1", … All functions take them too; optimizers, checkpoints
     and files take stacked ones. Decoding reads each layer's weights from memory of their own, and ``generate`` would have to
     copy stacked ones at every call."""
 
