@@ -34,7 +34,7 @@ from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run
 from jaxformer.training.console import show_log
 from jaxformer.training.directory import Lock, locked
-from jaxformer.training.failures import during, ignore_closed_loops
+from jaxformer.training.failures import during, ignore_abandoned_saves
 from jaxformer.training.guard import Guard
 from jaxformer.training.records import validation_at
 from jaxformer.training.report import Report, placements, results, stopped
@@ -190,7 +190,7 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
 def launch(arguments: list[str]) -> None:
     """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
     open_output()
-    ignore_closed_loops()
+    ignore_abandoned_saves()
     try:
         command = run.parse(arguments, DEFAULT)
         with multihost.joined(command.config.distributed):

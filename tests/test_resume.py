@@ -1,5 +1,6 @@
 """Real processes of train.py: killed and gone on with, stopped by Ctrl-C, started again, refused."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,6 +22,7 @@ import pytest
 from jaxformer.parallel.ending import STOPPED
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.run_files import read_tokenizer, write_run
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -231,9 +233,9 @@ def finished(trainer, tmp_path) -> Path:
     """A copy of a finished run, as if it had been made where it lies."""
     original = trainer.whole["quickstart", "jit"].result().directory
     directory = shutil.copytree(original, tmp_path / "run")
-    config = (directory / "config.json").read_text()
-    assert str(original) in config
-    (directory / "config.json").write_text(config.replace(str(original), str(directory)))
+    config = run.read_run(directory)
+    assert config.run_dir == str(original)
+    write_run(directory, dataclasses.replace(config, run_dir=str(directory)), read_tokenizer(directory))
     return directory
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,9 +44,9 @@ def during(what: str, directory: Path, kind: type[Exception] = Exception) -> Ite
         raise Failed(f"{what}: {reason}; {safe} the same command goes on when this has been put right") from error
 
 
-def ignore_closed_loops() -> None:
-    """From now on nothing is printed for callbacks that TensorStore makes to an event loop of Orbax's that a failed save has
-    closed already: the failure itself is raised."""
+def ignore_abandoned_saves() -> None:
+    """From now on nothing is printed for the tasks and callbacks that Orbax leaves behind when a save fails: the failure itself
+    is raised, and a dozen tracebacks of its threads would bury the line that says so."""
     before = sys.unraisablehook
 
     def hook(raised) -> None:
@@ -52,6 +54,9 @@ def ignore_closed_loops() -> None:
             before(raised)
 
     sys.unraisablehook = hook
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    left = re.compile(r"\w+ exception was never retrieved|Task was destroyed but it is pending")
+    logging.getLogger("asyncio").addFilter(lambda record: not left.match(record.getMessage()))
 
 
 def _causes(error: BaseException) -> list[BaseException]:
