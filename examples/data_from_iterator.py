@@ -7,9 +7,6 @@ is continued makes and drops the batches before its step, and continues exactly 
 seed. The command line takes the data set too: ``python train.py --data.task examples.data_from_iterator:Sums``.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
 
 import jaxformer as jf
@@ -44,7 +41,6 @@ config = jf.Config(
 )
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))  # the root of the repository, where train.py is
-    from train import main
+    from jaxformer.cli.train import main
 
     main(config)

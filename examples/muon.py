@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxformer as jf
+from jaxformer.cli import train
+from jaxformer.training import run
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,15 +43,12 @@ config = jf.Config(
 
 def main() -> None:
     """Trains with both, in directories that are removed afterwards."""
-    sys.path.insert(0, str(ROOT))  # where train.py is, and from where examples.muon is imported
-    from train import DEFAULT, run
-    from train import main as train
-
+    sys.path.insert(0, str(ROOT))  # from where examples.muon is imported
     with tempfile.TemporaryDirectory() as folder:
         for name in ("muon", "examples.muon:normalized"):
             print(f"--optim.name {name}")
             flags = ["--optim.name", name, "--run-dir", f"{folder}/{name.rpartition(':')[2]}"]
-            train(run.parse([__file__, *flags], DEFAULT).config)
+            train.main(run.parse([__file__, *flags], train.DEFAULT).config)
 
 
 if __name__ == "__main__":

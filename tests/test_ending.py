@@ -1,7 +1,6 @@
 """How train.py ends: signals and exit codes, a closed or narrow console, a full disk; in real processes at the end."""
 
 import functools
-import importlib.util
 import io
 import json
 import logging
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
+from jaxformer.cli import train
 from jaxformer.cli.launch import open_output
 from jaxformer.parallel import ending
 from jaxformer.training import directory as directories
@@ -26,15 +26,6 @@ from jaxformer.training.report import results
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def train():
-    """The module train.py, which is no part of the package."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +81,7 @@ def test_under_nohup_a_hangup_is_ignored():
         signal.signal(signal.SIGHUP, old)
 
 
-def test_a_run_that_is_stopped_saves_and_goes_on(train, text, tmp_path, monkeypatch, capsys, quick_compilation):
+def test_a_run_that_is_stopped_saves_and_goes_on(text, tmp_path, monkeypatch, capsys, quick_compilation):
     shown = train.Report.train
 
     def ask(self, step, metrics):
@@ -107,7 +98,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on(train, text, tmp_path, monkeypa
     assert directories.saved_steps(tmp_path / "run") == [1, 2]
 
 
-def test_the_help_has_the_exit_codes(train, capsys):
+def test_the_help_has_the_exit_codes(capsys):
     with pytest.raises(SystemExit):
         run.parse(["--help"], ROOT / "configs" / "dates.py")
     codes = (ending.FINISHED, ending.FAILED, ending.STOPPED, ending.INTERRUPTED)
@@ -118,15 +109,13 @@ def test_the_help_has_the_exit_codes(train, capsys):
 # Directories
 
 
-def test_nothing_is_written_before_the_first_update_has_been_traced(train, text, tmp_path, quick_compilation):
+def test_nothing_is_written_before_the_first_update_has_been_traced(text, tmp_path, quick_compilation):
     with pytest.raises(ValueError, match="source"):  # pairs are needed, which only tracing finds out
         train.main(config(tmp_path / "deep" / "run", text, encoder_layers=1))
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_finished_run_is_shown_again_where_nothing_can_be_written(
-    train, text, tmp_path, monkeypatch, capsys, quick_compilation
-):
+def test_a_finished_run_is_shown_again_where_nothing_can_be_written(text, tmp_path, monkeypatch, capsys, quick_compilation):
     directory, opened = tmp_path / "run", os.open
     assert train.main(config(directory, text)) == ending.FINISHED
     (loss,) = [row for row in capsys.readouterr().out.splitlines() if "│ loss" in row]
@@ -145,7 +134,7 @@ def test_a_finished_run_is_shown_again_where_nothing_can_be_written(
     assert everything(directory) == before
 
 
-def test_a_directory_in_use_is_neither_read_nor_written(train, text, tmp_path):
+def test_a_directory_in_use_is_neither_read_nor_written(text, tmp_path):
     (tmp_path / "config.json").write_text("not read")
     with directories.locked(str(tmp_path)):
         before = everything(tmp_path)
@@ -160,7 +149,7 @@ TEXTS = ["[/INST] hi", "[bold]x", ":smile:", "run[red]s", "[/x]", "a\\[b]"]
 
 
 @pytest.mark.parametrize("given", TEXTS)
-def test_texts_are_shown_as_they_are(given, train, text, tmp_path, capsys):
+def test_texts_are_shown_as_they_are(given, text, tmp_path, capsys):
     console = RunConsole()
     asked = config(f"r/{given}", text)
     train.announce(console, asked, asked.mesh.make(), {given: 3}, [f"train.prompt: one -> {given}"], 2)
@@ -220,7 +209,7 @@ def test_a_console_that_is_gone_is_noticed_and_no_error(kind, monkeypatch):
 # Runs train.py and does something to itself, or to its standard output, after the update of a step has been dispatched.
 DRIVER = """
 import os, resource, signal, sys, time
-import train
+from jaxformer.cli import train
 step_at, action = int(sys.argv[1]), sys.argv[2]
 
 def limit(size):

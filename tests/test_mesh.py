@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +10,7 @@ import tiny
 from jax.sharding import PartitionSpec as P
 
 import jaxformer as jf
+from jaxformer.cli import train
 from jaxformer.parallel import placement as placements
 from jaxformer.parallel import sharding
 from jaxformer.parallel.placement import check_batch, state_shardings
@@ -202,9 +201,6 @@ def test_generating_on_a_mesh_gives_what_one_device_gives(name):
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    loader = importlib.util.spec_from_file_location("train", Path(__file__).parent.parent / "train.py")
-    train = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(train)
     text = tmp_path / "text.txt"
     text.write_text("one two three, " * 60)
 

@@ -5,7 +5,6 @@ config.json of every config at its full size; with what the code of that time ma
 step 4, parameters and records at step 8 on eight simulated devices.
 """
 
-import importlib.util
 import json
 import tarfile
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxformer as jf
+from jaxformer.cli import train
 from jaxformer.config import spec as specs
 from jaxformer.config.strict import from_dict
 from jaxformer.training import run
@@ -32,14 +32,6 @@ def folder(tmp_path_factory):
     with tarfile.open(ROOT / "tests" / "runs_before.tar.xz") as archive:
         archive.extractall(unpacked, filter="data")
     return unpacked
-
-
-@pytest.fixture(scope="module")
-def train():
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module
 
 
 def expected(folder, name):
@@ -99,7 +91,7 @@ def test_an_old_run_loads_and_continues_a_prompt_as_it_did(folder, name):
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
-def test_an_old_run_goes_on_to_where_it_would_have_come(folder, name, train, monkeypatch):
+def test_an_old_run_goes_on_to_where_it_would_have_come(folder, name, monkeypatch):
     monkeypatch.chdir(folder)
     before = expected(folder, name)
     flags = [str(word) for field, value in before["flags"].items() for word in (f"--{RENAMED.get(field, field)}", value)]

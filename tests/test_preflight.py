@@ -1,7 +1,6 @@
 """``train.py --check``: what it finds in a run that is right, and in each that is not."""
 
 import dataclasses
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ import optax
 import pytest
 
 import jaxformer as jf
-from jaxformer.cli import suitable
+from jaxformer.cli import suitable, train
 from jaxformer.prove import gradients, preflight, resources, settings, states, tokens
 from jaxformer.prove.findings import FAILED, OK, WARNING
 from jaxformer.prove.show_batch import shown
@@ -26,14 +25,6 @@ MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=2, n_heads=2, max_le
 TEXT = "one two three, " * 60
 
 SUITS = suitable.check, suitable.check_data
-
-
-@pytest.fixture(scope="module")
-def train():
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -57,7 +48,7 @@ def config(text="", model=MODEL, optim=(), train=(), **data):
     )
 
 
-def check(config, train, capsys):
+def check(config, capsys):
     """The exit code, and ``subject -> (verdict, why)`` of all lines."""
     code = preflight.main(config, None, None, train.make_placement, SUITS, False)
     lines = re.findall(r"^(OK|WARNING|FAILED) +(.{18}) (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -86,7 +77,7 @@ SUBJECTS = {
 }
 
 
-def test_a_run_that_is_right_passes_and_writes_nothing(train, text, tmp_path, monkeypatch, capsys, quick_compilation):
+def test_a_run_that_is_right_passes_and_writes_nothing(text, tmp_path, monkeypatch, capsys, quick_compilation):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.py").write_text(
         "import jaxformer as jf\n"
@@ -111,7 +102,7 @@ def test_a_run_that_is_right_passes_and_writes_nothing(train, text, tmp_path, mo
 SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "max_length")
 
 
-def test_a_text_that_is_not_there_fails(train, tmp_path, monkeypatch, capsys):
+def test_a_text_that_is_not_there_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, lines = check(config(str(tmp_path / "nothing")), train, capsys)
     assert code == 1 and lines["data"][0] == FAILED and "nothing does not exist" in lines["data"][1]
@@ -331,7 +322,7 @@ def test_a_checkpoint_that_reads_back_otherwise_fails(state, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_memory_stops_before_anything_is_allocated(train, text, tmp_path, monkeypatch, capsys):
+def test_too_little_memory_stops_before_anything_is_allocated(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resources, "limit", lambda: (10_000, 1))
     code, lines = check(config(text), train, capsys)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from golden import weights
 
 import jaxformer as jf
-from jaxformer.cli import pretrained
+from jaxformer.cli import pretrained, train
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import run
@@ -24,15 +23,6 @@ from jaxformer.training.run import InitConfig
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parent.parent
 TEXT = "one two three, " * 60
-
-
-@pytest.fixture(scope="module")
-def train():
-    """train.py, which is no part of the package."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +56,7 @@ def same(a, b):
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
 
 
-def test_a_published_model_is_trained_further_and_goes_back(folder, text, train, tmp_path):
+def test_a_published_model_is_trained_further_and_goes_back(folder, text, tmp_path):
     cfg, before = jf.hf.load(folder)
     asked = config(tmp_path / "run", text, folder)
     assert asked.model != cfg
@@ -86,7 +76,7 @@ def test_a_published_model_is_trained_further_and_goes_back(folder, text, train,
     assert again == cfg and same(back, params)
 
 
-def test_a_run_goes_on_without_the_folder_it_began_from(folder, text, train, tmp_path, monkeypatch):
+def test_a_run_goes_on_without_the_folder_it_began_from(folder, text, tmp_path, monkeypatch):
     train.main(config(tmp_path / "run", text, folder))
     _, first, _ = jf.load(tmp_path / "run")
     folder.rename(tmp_path / "elsewhere")
@@ -94,7 +84,7 @@ def test_a_run_goes_on_without_the_folder_it_began_from(folder, text, train, tmp
     assert not same(jf.load(tmp_path / "run")[1], first)
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_from_the_folder_again(folder, text, train, tmp_path):
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_from_the_folder_again(folder, text, tmp_path):
     train.main(config(tmp_path / "run", text, folder))
     _, once, _ = jf.load(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -102,7 +92,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_from_the_fold
     assert same(jf.load(tmp_path / "run")[1], once)
 
 
-def test_a_run_may_begin_from_a_run_in_another_dtype(folder, text, train, tmp_path):
+def test_a_run_may_begin_from_a_run_in_another_dtype(folder, text, tmp_path):
     train.main(config(tmp_path / "first", text, folder))
     cfg, params, _ = jf.load(tmp_path / "first")
     adopted, tok, read = pretrained.begin(config(tmp_path / "second", text, tmp_path / "first", param_dtype="bfloat16"))
@@ -112,7 +102,7 @@ def test_a_run_may_begin_from_a_run_in_another_dtype(folder, text, train, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["published", "run"])
-def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path):
+def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, tmp_path):
     mesh = MeshConfig(fsdp=8)
     if kind == "run":
         train.main(config(tmp_path / "first", text, folder))
@@ -131,7 +121,7 @@ def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path)
     train.main(asked)
 
 
-def test_what_cannot_be_had_together_is_refused(folder, text, train, tmp_path):
+def test_what_cannot_be_had_together_is_refused(folder, text, tmp_path):
     tokenizer.train("char", ["".join(map(chr, range(40, 2000)))]).save(folder)
     with pytest.raises(ValueError, match="has 1963 ids, the model of .* rows for"):
         train.main(config(tmp_path / "run", text, folder))
@@ -143,7 +133,7 @@ def test_what_cannot_be_had_together_is_refused(folder, text, train, tmp_path):
     assert not (tmp_path / "run").exists(), "nothing is left behind"
 
 
-def test_a_run_that_began_elsewhere_is_refused(folder, text, train, tmp_path):
+def test_a_run_that_began_elsewhere_is_refused(folder, text, tmp_path):
     train.main(config(tmp_path / "run", text, folder))
     other = dataclasses.replace(config(tmp_path / "run", text, folder), init=InitConfig())
     with pytest.raises(ValueError, match="began from .*published, not from fresh parameters; choose another --run-dir"):

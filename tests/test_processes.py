@@ -48,7 +48,7 @@ TINY = {
 DRIVER = """
 import os, signal, sys, time
 import numpy as np
-import train
+from jaxformer.cli import train
 from jaxformer.data import packing
 step_at, action, folder, process = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 report, iterate, windows, used, made = train.Report.train, train.data.iterate, packing.windows, [], []

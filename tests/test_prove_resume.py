@@ -1,6 +1,6 @@
 """``python -m jaxformer.prove_resume``: what it says of a run that resumes exactly, and of one that does not."""
 
-import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import jaxformer as jf
+from jaxformer.cli import train
 from jaxformer.prove import resume, states
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
@@ -86,9 +87,6 @@ def test_what_cannot_be_proved_is_refused(arguments, message, capfd):
 @pytest.fixture(scope="module")
 def ended(text, tmp_path_factory, quick_compilation):
     """A run of 4 updates."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    train = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(train)
     directory = tmp_path_factory.mktemp("runs") / "run"
     train.main(
         jf.Config(
@@ -191,7 +189,8 @@ def test_in_two_processes_what_is_restored_is_equal_to_the_bit(text):
 
 def test_a_train_that_forgets_its_optimizer_is_found_out(text, tmp_path):
     """A train.py that resumes with fresh optimizer state."""
-    script, line = (ROOT / "train.py").read_text(), "        return placement.put_state(restored)\n"
+    script = inspect.getsource(train) + "\n\nlaunch(sys.argv[1:]) if __name__ == '__main__' else None\n"
+    line = "        return placement.put_state(restored)\n"
     assert line in script
     fresh = "        restored = dataclasses.replace(restored, opt_state=fresh().opt_state)\n"
     (tmp_path / "train.py").write_text(script.replace(line, fresh + line))

@@ -54,7 +54,7 @@ ONLY = {
 # Runs train.py's main with a hook after the update of one step has been dispatched.
 DRIVER = """
 import os, signal, sys, time
-import train
+from jaxformer.cli import train
 step_at, action = int(sys.argv[1]), sys.argv[2]
 report = train.Report.train
 

@@ -1,7 +1,6 @@
 """Runs: directories, what is written to them, and how it is loaded again."""
 
 import dataclasses
-import importlib.util
 import shutil
 from pathlib import Path
 
@@ -13,21 +12,13 @@ import pytest
 import tiny
 
 import jaxformer as jf
+from jaxformer.cli.train import main
 from jaxformer.tokenizers import tokenizer
 from jaxformer.training import evaluate, run
 from jaxformer.training.records import records
 
 ROOT = Path(__file__).parent.parent
 MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=1, n_heads=2)
-
-
-@pytest.fixture(scope="module")
-def main():
-    """``main`` of train.py, which is no part of the package."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module.main
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +35,7 @@ def config(directory, text="", train=(), **data):
 
 
 @pytest.fixture(scope="module")
-def trained(main, text, tmp_path_factory, quick_compilation):
+def trained(text, tmp_path_factory, quick_compilation):
     directory = tmp_path_factory.mktemp("runs") / "first"
     main(config(directory, text))
     return directory
@@ -82,24 +73,24 @@ def test_the_records_of_a_run(trained):
     assert all(np.isfinite([value for value in r.values() if not isinstance(value, str)]).all() for r in found)
 
 
-def test_no_sample_is_written_for_sample_tokens_0(main, text, tmp_path, quick_compilation):
+def test_no_sample_is_written_for_sample_tokens_0(text, tmp_path, quick_compilation):
     main(config(tmp_path / "run", text, {"sample_tokens": 0}))
     assert jf.load(tmp_path / "run")
 
 
-def test_a_prompt_without_ids_is_refused_before_training(main, text, tmp_path, quick_compilation):
+def test_a_prompt_without_ids_is_refused_before_training(text, tmp_path, quick_compilation):
     with pytest.raises(ValueError, match="character '@'"):
         main(config(tmp_path / "run", text, {"prompt": "@"}))
     assert not list(records(tmp_path / "run" / "metrics.jsonl"))
 
 
-def test_a_batch_that_does_not_fit_the_devices_is_refused_before_anything_is_written(main, text, tmp_path):
+def test_a_batch_that_does_not_fit_the_devices_is_refused_before_anything_is_written(text, tmp_path):
     with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 8 devices; the nearest is 16"):
         main(config(tmp_path / "run", text, {"microbatches": 2}, batch_size=12))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_failing_sample_loses_nothing(main, text, tmp_path, monkeypatch, quick_compilation):
+def test_a_failing_sample_loses_nothing(text, tmp_path, monkeypatch, quick_compilation):
     def fail(*_):
         raise ZeroDivisionError("sample")
 
@@ -109,7 +100,7 @@ def test_a_failing_sample_loses_nothing(main, text, tmp_path, monkeypatch, quick
     assert list((tmp_path / "run" / "checkpoints").glob("*/params/_METADATA"))
 
 
-def test_no_validation_data_is_refused_before_training_or_no_matter(main, text, tmp_path, quick_compilation):
+def test_no_validation_data_is_refused_before_training_or_no_matter(text, tmp_path, quick_compilation):
     directory = tmp_path / "run"
     try:
         main(config(directory, text, validation_fraction=0.0))
@@ -134,7 +125,7 @@ def contrastive_config(directory, steps, **train):
     )
 
 
-def test_an_objective_and_data_of_ones_own_train_and_continue_exactly(main, tmp_path, quick_compilation):
+def test_an_objective_and_data_of_ones_own_train_and_continue_exactly(tmp_path, quick_compilation):
     for directory, steps in (("whole", 4), ("stopped", 2), ("stopped", 4)):
         main(contrastive_config(tmp_path / directory, steps))
     loaded = [jf.load(tmp_path / directory, trust=True)[1] for directory in ("whole", "stopped")]
@@ -156,7 +147,7 @@ def test_an_objective_and_data_of_ones_own_train_and_continue_exactly(main, tmp_
         ("example_training:no_objective", r"made 'nothing', not a function \(params, batch, rng\)"),
     ],
 )
-def test_an_objective_that_is_none_is_refused_before_anything_is_written(name, message, main, tmp_path):
+def test_an_objective_that_is_none_is_refused_before_anything_is_written(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(contrastive_config(tmp_path / "run", 2, objective=name))
     assert not (tmp_path / "run").exists()

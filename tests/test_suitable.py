@@ -1,7 +1,6 @@
 """Runs whose model, data, objective and memory do not go together are refused before anything is written."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.cli import suitable
+from jaxformer.cli.train import main
 from jaxformer.cost import memory
 from jaxformer.data import DataConfig, load
 from jaxformer.parallel.sharding import MeshConfig
@@ -19,15 +19,6 @@ from jaxformer.training import run
 ROOT = Path(__file__).parent.parent
 SIZES = {"vocab_size": 300, "d_model": 16, "n_layers": 1, "n_heads": 2}
 LEARNED = {"position": "learned", "max_length": 8}
-
-
-@pytest.fixture(scope="module")
-def main():
-    """``main`` of train.py, which is no part of the package."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module.main
 
 
 def config(tmp_path, model=(), data=(), **train):
@@ -57,7 +48,7 @@ UNSUITABLE = [
 
 
 @pytest.mark.parametrize(("model", "data", "message"), UNSUITABLE)
-def test_a_model_that_next_token_training_makes_no_sense_of_is_refused(model, data, message, main, tmp_path):
+def test_a_model_that_next_token_training_makes_no_sense_of_is_refused(model, data, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(config(tmp_path, model, data))
     assert not (tmp_path / "run").exists()
@@ -89,13 +80,13 @@ def test_objectives_and_data_of_ones_own_are_free(tmp_path):
         ({"encoder_layers": 1}, {"task": "dates", "path": None, "source_length": 64}, "sources have up to 64 positions"),
     ],
 )
-def test_rows_beyond_a_learned_table_are_refused(model, data, message, main, tmp_path):
+def test_rows_beyond_a_learned_table_are_refused(model, data, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(config(tmp_path, LEARNED | model, data))
     assert not (tmp_path / "run").exists()
 
 
-def test_only_a_validation_document_beyond_a_learned_table(main, tmp_path):
+def test_only_a_validation_document_beyond_a_learned_table(tmp_path):
     (tmp_path / "short.jsonl").write_text('{"text": "a word"}\n' * 50)  # 7 tokens each, with their end
     (tmp_path / "long.jsonl").write_text('{"text": "a word"}\n{"text": "12 characters"}\n')
     data = {"path": str(tmp_path / "short.jsonl"), "validation_path": str(tmp_path / "long.jsonl")}
@@ -148,7 +139,7 @@ def test_the_positions_of_rows_are_those_that_batches_have(lengths, separate, tm
         ({}, {"batch_size": 1_000_000_000}, r"batch [\d,]+\.\d GiB .*lower data.batch_size or data.length"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(model, data, message, main, tmp_path):
+def test_sizes_that_cannot_be_are_refused(model, data, message, tmp_path):
     with pytest.raises(ValueError, match="this run cannot fit: .*" + message):
         main(config(tmp_path, model, data))
     assert not (tmp_path / "run").exists()

@@ -1,6 +1,5 @@
 """Files of text that cannot be read, are no files, or begin with a byte order mark; and runs whose text has changed."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import pytest
 
 import jaxformer as jf
 from jaxformer.cli import sample, texts
+from jaxformer.cli.train import main
 from jaxformer.config.textfile import read_bytes, read_text
 from jaxformer.data import Data, DataConfig, load
 from jaxformer.data.folder import files
@@ -22,15 +22,6 @@ ROOT = Path(__file__).parent.parent
 MARK = b"\xef\xbb\xbf"
 
 
-@pytest.fixture(scope="module")
-def main():
-    """``main`` of train.py, which is no part of the package."""
-    loader = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(module)
-    return module.main
-
-
 def config(directory, path, steps=1, **data):
     data = {"path": str(path), "tokenizer": "byte", "length": 8, "batch_size": 8} | data
     train = {"steps": steps, "eval_every": 2, "log_every": 1, "sample_tokens": 0}
@@ -39,7 +30,7 @@ def config(directory, path, steps=1, **data):
 
 
 @pytest.fixture(scope="module")
-def trained(main, tmp_path_factory, quick_compilation):
+def trained(tmp_path_factory, quick_compilation):
     """The directory of a run, and the path of its text."""
     folder = tmp_path_factory.mktemp("trained")
     folder_with(folder, a="one two three, " * 60)
@@ -283,7 +274,7 @@ def test_dates_and_the_standard_library_have_names_too(tmp_path):
         assert not texts.changes(tmp_path, cfg, Data(None, None, [], 0, [], {}, ""))
 
 
-def test_a_run_whose_text_has_changed_is_refused_unless_asked_for(main, trained, tmp_path, capsys):
+def test_a_run_whose_text_has_changed_is_refused_unless_asked_for(trained, tmp_path, capsys):
     directory, path = tmp_path / "run", tmp_path / "a.txt"
     shutil.copytree(trained[0], directory)
     saved = json.loads((directory / "data.json").read_text())

@@ -1,0 +1,207 @@
+"""Train a transformer: ``python train.py [CONFIG.py] [--field value ...] [--check]``. ``--help`` explains every field.
+
+The same command with the same run directory continues from the last checkpoint, exactly.
+
+Exit codes: 0, all steps are done; 1, refused or failed, and standard error says why; 2, the command line could not be read; 75,
+stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: the same command goes on; 130, stopped at once by a second
+Ctrl-C, or by one before the first step.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.text import Text
+
+from jaxformer import data, training
+from jaxformer.cli import pretrained, suitable
+from jaxformer.cli.launch import described, open_output
+from jaxformer.config import spec as specs
+from jaxformer.nn import model
+from jaxformer.parallel import ending, multihost
+from jaxformer.parallel.ending import stopping
+from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
+from jaxformer.parallel.sharding import MeshConfig, table
+from jaxformer.prove import preflight
+from jaxformer.prove.reference import watch
+from jaxformer.training import evaluate, run
+from jaxformer.training.console import show_log
+from jaxformer.training.directory import Lock, locked
+from jaxformer.training.failures import during, ignore_abandoned_saves
+from jaxformer.training.guard import Guard
+from jaxformer.training.records import validation_at
+from jaxformer.training.report import Report, placements, results, stopped
+
+DEFAULT = Path(__file__).parents[2] / "configs" / "quickstart.py"
+
+
+def main(config: run.Config, trust: bool = False) -> int:
+    """Trains, or shows the results of a run that is finished. Gives the exit code."""
+    config = run.at_home(config)
+    with locked(config.run_dir) as lock, during("could not go on", lock.directory, OSError):
+        return train_run(config, lock, trust)
+
+
+def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
+    """Trains in a directory that no other process writes to."""
+    config, pretrained_tok, read = pretrained.begin(config, trust)
+    directory, tok, changes = run.open_run(config, trust)
+    suitable.check(config, mesh := config.mesh.make())
+    corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
+    changes += suitable.check_data(config, corpus)
+    config = agreed(config, corpus, mesh)
+    train = config.train
+    objective = run.make_objective(config)
+    fresh = functools.partial(run.initial_state, config)
+    placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
+    checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
+    restored = checkpoints.restore(placement.like(abstract))
+    start = first_step(lock, restored, train.steps)
+    state = begin(placement, abstract, fresh, restored, read)
+
+    began = time.perf_counter()
+    evaluation = placement.compile(training.make_evaluate(objective))
+    score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
+    guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
+    report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
+    saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
+    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
+        announce(report.console, config, mesh, corpus.summary, changes, start)
+        batches = data.iterate(corpus.train, start)
+        for step in report.timed(range(start + 1, train.steps + 1)):
+            state, metrics = placement.step(state, placement.put_batch(next(batches)))
+            if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
+                pretrained.write_run(directory, config, corpus)
+            report.train(step, metrics)
+            guard.compare(step, state.params)
+            if step % train.eval_every == 0 or step == train.steps:
+                report.pause()
+                current = placement.get_state(state)
+                params = training.ema_params(current.opt_state, current.params)
+                held_out = map(placement.put_evaluation, corpus.validation)
+                score = evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
+                report.validation(step, score)
+                with during(f"could not save step {step}", directory):
+                    checkpoints.save(current, score.get("loss"))
+                report.draw()
+                if train.sample_tokens:
+                    report.sample(step, *sample(params, config, corpus))
+            if stop():
+                break
+        report.settle()  # an update that failed is not saved
+        current = placement.get_state(state)
+        with during(f"could not save step {int(current.step)}", directory):
+            checkpoints.save(current)  # does nothing unless training stopped between evaluations
+            checkpoints.wait()
+        if is_done := int(current.step) == train.steps:
+            score |= exact_match(current, config, corpus)
+        best = checkpoints.best_step()
+    if is_done:
+        seconds = time.perf_counter() - began if start < train.steps else None
+        results(report.console, train.steps, directory, score, best, seconds)
+    else:
+        stopped(report.console, int(current.step), directory)
+    return ending.FINISHED if is_done else ending.STOPPED
+
+
+def first_step(lock: Lock, restored: Any, steps: int) -> int:
+    """The step that training goes on from. Raises where it is past ``steps``, or nothing can be written and there is training
+    to do."""
+    start = 0 if restored is None else int(restored.step)
+    if start > steps:
+        raise ValueError(f"{lock.directory} is at step {start} already, past train.steps={steps}")
+    if start < steps:
+        lock.require()
+    return start
+
+
+def agreed(config: run.Config, corpus: data.Data, mesh: Mesh) -> run.Config:
+    """``config`` with a model that fits the tokenizer. Raises ValueError where processes differ in what they train on, and
+    where the batch does not divide by the devices."""
+    cfg = run.fit_tokenizer(config.model, corpus.tokenizer)
+    config = dataclasses.replace(config, model=cfg, data=dataclasses.replace(config.data, accept_change=False))
+    multihost.agree("text or tokenizer", (corpus.tokenizer.content_hash, corpus.content_hash))
+    multihost.agree("configuration", config)
+    batch = {"tokens": jax.ShapeDtypeStruct((config.data.batch_size, config.data.length), int)}
+    check_batch(batch, mesh, config.train.microbatches)
+    return config
+
+
+def begin(placement: Placement, abstract: Any, fresh: Callable, restored: Any, read: Callable | None) -> Any:
+    """The state to train from: a checkpoint's, one with the parameters that ``read`` reads, or a fresh one."""
+    if restored is not None:
+        return placement.put_state(restored)
+    return placement.begin(fresh, read(placement.like(abstract).params)) if read else placement.begin(fresh)
+
+
+def make_placement(config: run.Config, mesh: Mesh, objective: training.Objective, abstract: Any) -> Placement:
+    """The update, compiled for the devices."""
+    update = run.make_update(config, objective)
+    if config.mesh == MeshConfig():
+        return PLACEMENTS[config.train.parallel](update)
+    where, letters = training.param_shardings(config.model, mesh), getattr(objective, "letters", {})
+    return training.mesh(update, abstract, where, letters=letters, offload=config.mesh.offload)
+
+
+def exact_match(state: training.TrainState, config: run.Config, corpus: data.Data) -> dict[str, float]:
+    """The share of the test pairs that a model translates exactly, where there are some."""
+    if not corpus.test_pairs:
+        return {}
+    params = training.ema_params(state.opt_state, state.params)
+    share = evaluate.exact_match(params, config.model, corpus.tokenizer, corpus.test_pairs, config.data.length)
+    return {"exact match": share}
+
+
+def sample(params: Any, config: run.Config, corpus: data.Data) -> tuple[str, str]:
+    """A title and a text: the model's outputs for held-out sources, or its continuation of the prompt."""
+    cfg, tok, train = config.model, corpus.tokenizer, config.train
+    if cfg.encoder_layers:
+        pairs = corpus.test_pairs[:5]
+        outputs = evaluate.translate(params, cfg, tok, [source for source, _ in pairs], config.data.length)
+        lines = [f"{s} -> {out}" + ("" if out == t else f"   (right: {t})") for (s, t), out in zip(pairs, outputs, strict=True)]
+        return "held-out pairs", "\n".join(lines)
+    text = evaluate.continuation(params, cfg, tok, train.prompt, train.sample_tokens, train.temperature, train.seed)
+    return f"sample, temperature {train.temperature}", text
+
+
+def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], changes: list[str], start: int) -> None:
+    """Prints what is about to be trained, on which devices and data."""
+    cfg = config.model
+    show_log(console)
+    count = (f"{specs.count(model.spec(cfg), cfg):,}", "bold")
+    console.print(Text.assemble(count, f" parameters; devices: {', '.join(map(str, jax.devices()))}"))
+    if config.mesh != MeshConfig():
+        placements(console, table(model.spec(cfg), cfg, mesh))
+    if corpus:
+        console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if start:
+        console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)
+    for change in changes:
+        console.print(Text.assemble(("differs from how the run began", "yellow"), f": {change}"), soft_wrap=True)
+
+
+def launch(arguments: list[str]) -> None:
+    """The program: parses ``arguments`` and trains, together with the other processes if there are any."""
+    open_output()
+    ignore_abandoned_saves()
+    try:
+        command = run.parse(arguments, DEFAULT)
+        with multihost.joined(command.config.distributed):
+            config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())  # one run for all
+            if command.check:
+                asked = pretrained.begin(run.at_home(config), command.trust)
+                suits = suitable.check, suitable.check_data
+                sys.exit(preflight.main(*asked, make_placement, suits, command.trust))
+            code = main(config, command.trust)
+    except KeyboardInterrupt:
+        os._exit(ending.INTERRUPTED)  # Python's own exit would wait for threads that save
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"error: {described(error)}")
+    sys.exit(code)
