@@ -44,8 +44,7 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, rng: jax.Ar
     if not leaves:
         raise ValueError(f"params hold no arrays: they are {type(params).__name__}, where jf.init gives a nested dict")
     opt_state = optimizer.init(params)
-    is_low = any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in leaves)
-    if is_low and not keeps_master(opt_state):
+    if any(map(_is_low, leaves)) and not keeps_master(opt_state):
         log.warning("parameters below float32 lose small updates: give training.with_master(optimizer)")
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, rng)
 
@@ -114,8 +113,12 @@ def _norm(grads: Any) -> tuple[jax.Array, jax.Array]:
 
 def float32(tree: Any) -> Any:
     """``tree``, what is stored in less than float32 in float32: squares and sums would overflow or be rounded away."""
-    is_low = lambda x: jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_low(x) else x, tree)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_low(x) else x, tree)
+
+
+def _is_low(x: Any) -> bool:
+    """Whether an array holds floating-point numbers below float32."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
 
 
 def _accumulate(gradient, params, batch, rng, microbatches):
@@ -134,8 +137,7 @@ def _accumulate(gradient, params, batch, rng, microbatches):
         return jax.tree.map(jnp.add, total, gradient(params, microbatch, jax.random.fold_in(rng, index))), None
 
     def zeros(x):  # sums of gradients below float32 would lose what is below the sum's own rounding
-        is_low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        return jnp.zeros(x.shape, jnp.float32 if is_low else x.dtype)
+        return jnp.zeros(x.shape, jnp.float32 if _is_low(x) else x.dtype)
 
     abstract = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), rng)
     return jax.lax.scan(add, jax.tree.map(zeros, abstract), (jnp.arange(microbatches), parts))[0]
