@@ -104,7 +104,7 @@ SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "max_length")
 
 def test_a_text_that_is_not_there_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, lines = check(config(str(tmp_path / "nothing")), train, capsys)
+    code, lines = check(config(str(tmp_path / "nothing")), capsys)
     assert code == 1 and lines["data"][0] == FAILED and "nothing does not exist" in lines["data"][1]
 
 
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_reads_back_otherwise_fails(state, tmp_path, monkeypat
 def test_too_little_memory_stops_before_anything_is_allocated(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resources, "limit", lambda: (10_000, 1))
-    code, lines = check(config(text), train, capsys)
+    code, lines = check(config(text), capsys)
     assert code == 1 and lines["memory"][0] == FAILED and "not enough memory" in lines["updates"][1]
     assert "gradients" not in lines
 
