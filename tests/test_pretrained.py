@@ -156,3 +156,12 @@ def test_a_published_encoder_decoder_starts_its_targets_as_it_learned_to(text, t
     assert weights.load("t5_v10")[0]["decoder_start_token_id"] == 0
     with pytest.raises(ValueError, match="its targets start with id 0, and those of the data would with .* bos, 1"):
         pretrained.begin(config(tmp_path / "run", text, tmp_path / "t5"))
+
+
+def test_a_run_that_is_yet_to_be_trained_is_no_model_of_a_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "dates.py").touch()
+    for read in (pretrained.load, lambda path: pretrained.begin(config("new", "", path))):
+        with pytest.raises(FileNotFoundError, match="no run runs/dates yet; train it first: uv run train.py configs/dates.py"):
+            read("runs/dates")

@@ -37,12 +37,21 @@ def is_published(folder: Path) -> bool:
     return not folder.is_dir() or (path.is_file() and "model_type" in read_json(path))
 
 
+def refuse_missing_run(path: Path) -> None:
+    """Raises FileNotFoundError for a path such as ``runs/dates``, of a config that is here, whose run is not: it looks like a
+    hub's id, and is none."""
+    config = Path("configs") / f"{path.name}.py"
+    if path.parent.name == "runs" and not path.exists() and config.is_file():
+        raise FileNotFoundError(f"there is no run {path} yet; train it first: uv run train.py {config}")
+
+
 def load(where: str | Path, trust: bool = False) -> tuple[ModelConfig, dict, Any]:
     """``cfg, params, tok`` of a run directory, a published folder or a hub's id. trust: as of ``jf.load``. Errors as of
     ``jf.load``, ``jf.hf.load``."""
     where = os.path.expanduser(where)
     if not is_published(Path(where)):
         return run.load(where, trust=trust)
+    refuse_missing_run(Path(where))
     folder = locate(where)
     return *hf.load(folder), tokenizer.load(folder)
 
@@ -103,6 +112,7 @@ def _prepare(config: run.Config, trust: bool) -> tuple[ModelConfig, Callable[...
     """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
     where, dtype = str(config.init.folder), config.model.param_dtype
     where = os.path.expanduser(where)
+    refuse_missing_run(Path(where))
     if is_published(Path(where)):
         cfg, published = prepare(where, dtype, revision=config.init.revision)
         return cfg, lambda like=None: published(_shardings(like))
