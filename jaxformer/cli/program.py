@@ -32,9 +32,7 @@ def main() -> None:
         )
         return
     if name == "--version":
-        from jaxformer import __version__
-
-        print(f"jaxformer {__version__}")
+        print(f"jaxformer {importlib.import_module('jaxformer').__version__}")
         return
     command = name.replace("_", "-")
     if command not in PROGRAMS:

@@ -15,6 +15,8 @@ LARGEST = 4 * 2**30
 """Bytes of the cache. Where they are not enough, the programs that were not used for the longest time are removed."""
 SHORTEST = 0.02
 """Seconds of compilation from which on a program is kept. Many short ones are most of the start of a small model."""
+WAIT = 10.0
+"""Seconds to wait for other processes that read or write it."""
 OFF = "JAX_ENABLE_COMPILATION_CACHE=0 turns it off"
 
 
@@ -54,7 +56,7 @@ def host(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _remove_unfinished(directory: Path) -> None:
     # JAX writes a program, then the time of its last use. A process that was killed in between leaves a program that may be
     # incomplete: it would be reported at every later start, and no other could be removed to make room.
-    with filelock.FileLock(directory / ".lockfile", timeout=10):
+    with filelock.FileLock(directory / ".lockfile", timeout=WAIT):
         for program in directory.glob("*-cache"):
             if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
                 program.unlink()
