@@ -89,18 +89,18 @@ def score(
 ) -> tuple[float, np.ndarray]:
     """The sum of the log-probabilities of ``ids`` but the first, float64, and each of them, float32 [len(ids)], 0 at the
     first, in nats; in windows of at most ``length`` tokens."""
-    given, run = np.asarray(ids, np.int32), jax.jit(logprobs)
-    found, parts = np.zeros(len(ids), np.float32), list(windows(len(ids), length, stride))
+    every, run = np.asarray(ids, np.int32), jax.jit(logprobs)
+    logprobs_T, parts = np.zeros(len(ids), np.float32), list(windows(len(ids), length, stride))
     width = min(length, len(ids))
     for begin in range(0, len(parts), batch_size):
         rows = parts[begin : begin + batch_size]
         tokens, valid = np.zeros((batch_size, width), np.int32), np.zeros((batch_size, width), bool)
         for row, (start, _, end) in enumerate(rows):
-            tokens[row, : end - start], valid[row, : end - start] = given[start:end], True
+            tokens[row, : end - start], valid[row, : end - start] = every[start:end], True
         scored = np.asarray(run(params, tokens, cfg, valid=valid))
         for row, (start, first, end) in enumerate(rows):
-            found[first:end] = scored[row, first - start : end - start]
-    return float(found.sum(dtype=np.float64)), found
+            logprobs_T[first:end] = scored[row, first - start : end - start]
+    return float(logprobs_T.sum(dtype=np.float64)), logprobs_T
 
 
 def main(arguments: list[str] | None = None) -> None:

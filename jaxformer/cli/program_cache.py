@@ -24,8 +24,8 @@ def enable() -> None:
     """Keeps programs in JAX's persistent compilation cache, unless JAX has been given a folder of its own
     (JAX_COMPILATION_CACHE_DIR) or told to keep nothing (JAX_ENABLE_COMPILATION_CACHE=0). To be called before anything is
     compiled. Several processes may share the folder: each reads and writes under its lock."""
-    given = "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values["jax_compilation_cache_dir"]
-    if given or not jax.config.values["jax_enable_compilation_cache"]:
+    is_chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values["jax_compilation_cache_dir"]
+    if is_chosen or not jax.config.values["jax_enable_compilation_cache"]:
         return
     directory = folder() / "programs" / host()
     try:

@@ -22,7 +22,7 @@ def find(path: str | os.PathLike) -> Path:
         return file
     if str(path) in names():
         return FOLDER / f"{path}.py"
-    local = [str(found) for folder in {file.parent, Path("configs")} for found in folder.glob("*.py")]
+    local = [str(other) for folder in {file.parent, Path("configs")} for other in folder.glob("*.py")]
     close = difflib.get_close_matches(str(path), [*local, *names()], n=1)
     said = f"; did you mean {close[0]!r}?" if close else "."
     by_likeness = difflib.get_close_matches(file.stem, names(), n=len(names()), cutoff=0.0)
