@@ -9,105 +9,30 @@ The dimension key, one letter per dimension, in shapes, einsums and the suffixes
     F feed-forward width P rows of a position table    O model width, as the result of a map from D
     E experts            J experts per token           M (token, chosen expert) pairs
     C expert capacity    R latent of keys and values   Q latent of queries
+
+What users call stands in ``jaxformer.api``. It is imported, and JAX with it, when the first name is asked for: a program that
+only prints its help does not wait for it.
 """
 
-from jaxformer import data, decode, hf, training
-from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
-from jaxformer.config.components import Component
-from jaxformer.config.spec import Param, bias, gain, weight
-from jaxformer.cost import Explanation, explain
-from jaxformer.data import DataConfig
-from jaxformer.decode.beam import Beams, beam_search
-from jaxformer.decode.drafts import DraftModel, MultiToken, PromptLookup
-from jaxformer.decode.generate import Generated, generate
-from jaxformer.decode.programs import compilations
-from jaxformer.decode.sampling import Sampling
-from jaxformer.decode.stream import Piece, stream
-from jaxformer.interop import flax
-from jaxformer.nn import attention, block, mask, mlp, model, norm, position, rope, stack
-from jaxformer.nn.attend import attend, mix
-from jaxformer.nn.cache import Cache, LayerCache
-from jaxformer.nn.cache_spec import init_cache
-from jaxformer.nn.dense import dense
-from jaxformer.nn.listening import capture, listen
-from jaxformer.nn.logprobs import logprobs
-from jaxformer.nn.mask import TokenInfo
-from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
-from jaxformer.nn.named import multiply, named
-from jaxformer.parallel.sharding import MeshConfig
-from jaxformer.prove.invariants import Invariant, Invariants, check_invariants
-from jaxformer.tokenizers import tokenizer
-from jaxformer.training.objective import loss
-from jaxformer.training.optim import OptimConfig
-from jaxformer.training.run import Config, TrainConfig, load
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Beams",
-    "Cache",
-    "Component",
-    "Config",
-    "DataConfig",
-    "DraftModel",
-    "Execution",
-    "Experts",
-    "Explanation",
-    "Generated",
-    "Latent",
-    "Invariant",
-    "Invariants",
-    "LayerCache",
-    "MeshConfig",
-    "ModelConfig",
-    "MultiToken",
-    "OptimConfig",
-    "Output",
-    "Param",
-    "Piece",
-    "PromptLookup",
-    "RopeScaling",
-    "Sampling",
-    "TokenInfo",
-    "TrainConfig",
-    "apply",
-    "attend",
-    "attention",
-    "beam_search",
-    "bias",
-    "block",
-    "capture",
-    "check_invariants",
-    "compilations",
-    "data",
-    "decode",
-    "dense",
-    "explain",
-    "flax",
-    "forward",
-    "forward_cached",
-    "gain",
-    "generate",
-    "hf",
-    "hidden",
-    "init",
-    "init_cache",
-    "listen",
-    "load",
-    "logprobs",
-    "loss",
-    "mask",
-    "mix",
-    "mlp",
-    "model",
-    "multiply",
-    "named",
-    "norm",
-    "position",
-    "presets",
-    "rope",
-    "spec",
-    "stack",
-    "stream",
-    "tokenizer",
-    "training",
-    "weight",
-]
+if TYPE_CHECKING:
+    from jaxformer.api import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":  # what Python itself looks for in a module
+        raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
+    if os.path.isdir(
+        os.path.join(os.path.dirname(__file__), name)
+    ):  # a room: the files of another, which ask for it, need no more
+        return importlib.import_module(f"jaxformer.{name}")
+    return getattr(importlib.import_module("jaxformer.api"), name)
+
+
+def __dir__() -> list[str]:
+    return [*importlib.import_module("jaxformer.api").__all__, "__version__"]

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 ORDER = runpy.run_path(str(ROOT / "docs" / "rooms.py"))["ORDER"]
 """The rooms; a file imports only from rooms before its own, or from its own."""
-PROGRAMS = ("sample", "plan", "explain", "mup", "prove_resume")
-"""What ``python -m jaxformer.sample`` and the like run; they import from any room."""
+PROGRAMS = ("sample", "plan", "explain", "mup", "prove_resume", "api")
+"""What ``python -m jaxformer.sample`` and the like run, and what users call; they import from any room."""
 ROOM = {room: level for level, room in enumerate(ORDER)} | dict.fromkeys(PROGRAMS, len(ORDER))
-HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tensorboardX")
+HEAVY = ("orbax", "sentencepiece", "grain", "matplotlib", "tensorboardX", "tensorstore", "tokenizers", "safetensors")
+HEAVY += ("huggingface_hub", "transformers", "torch", "tensorflow", "jinja2", "pandas")
 
 
 def name(path):
@@ -147,11 +149,44 @@ def test_no_circles():
     assert not graph, f"circles among {sorted(graph)}"
 
 
-def test_importing_the_package_imports_nothing_heavy():
-    script = "import sys, jaxformer; print(*{module.split('.')[0] for module in sys.modules})"
-    found = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    assert {"jax", "jaxformer"} <= set(found)
-    assert not set(HEAVY) & set(found)
+def loaded(script):
+    """All modules that a process has loaded after ``script``."""
+    command = [sys.executable, "-c", f"{script}\nimport sys\nprint(*sys.modules)"]
+    return set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_package_imports_nothing_but_itself():
+    found = loaded("import jaxformer; jaxformer.__version__")
+    assert "jaxformer" in found
+    assert not {"jax", "numpy", "flax", "jaxformer.api"} & found
+
+
+def test_the_first_name_that_is_asked_for_imports_nothing_heavy():
+    found = loaded("import jaxformer; jaxformer.forward")
+    assert {"jax", "jaxformer.api", "jaxformer.nn.model"} <= found
+    assert not {"jaxformer.interop.flax", "jaxformer.cli", *HEAVY} & found
+
+
+def test_the_package_shows_what_users_call_and_nothing_else():
+    from jaxformer import api
+
+    assert dir(jaxformer) == sorted([*api.__all__, "__version__"])
+    assert sorted(api.__all__) == sorted(set(api.__all__))
+    assert all(getattr(jaxformer, name) is not None for name in dir(jaxformer))
+    for name in ("os", "importlib", "nothing", "__wrapped__"):
+        assert name not in dir(jaxformer)
+    with pytest.raises(AttributeError, match="module 'jaxformer' has no attribute 'nothing'"):
+        _ = jaxformer.nothing
+    given = {}
+    exec("from jaxformer import *", given)
+    assert {"forward", "flax", "Config"} <= set(given)
+
+
+def test_the_version_stands_in_one_place():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["hatch"]["version"]["path"] == "jaxformer/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jaxformer.__version__)
 
 
 # Size and docstrings

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer.cli import pretrained
+from jaxformer.cli import pretrained, program_cache
 from jaxformer.cli.launch import STATUS, opened
 from jaxformer.config.strict import Strict, check_seed, to_json, within
 from jaxformer.config.textfile import read_text
@@ -281,6 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=f"{__doc__}\n{STATUS}",
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
+    program_cache.enable()
     writer = Writer(options := options.with_files())
     if options.file is not None:
         write_all(writer)

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 from rich.text import Text
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained, suitable
+from jaxformer.cli import pretrained, program_cache, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
@@ -31,7 +30,7 @@ from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own
 from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.prove import preflight
 from jaxformer.prove.reference import watch
-from jaxformer.training import evaluate, run
+from jaxformer.training import evaluate, run, shipped
 from jaxformer.training.console import show_log
 from jaxformer.training.directory import Lock, locked
 from jaxformer.training.failures import during, ignore_abandoned_saves
@@ -39,7 +38,7 @@ from jaxformer.training.guard import Guard
 from jaxformer.training.records import validation_at
 from jaxformer.training.report import Report, placements, results, stopped
 
-DEFAULT = Path(__file__).parents[2] / "configs" / "quickstart.py"
+DEFAULT = shipped.FOLDER / "quickstart.py"
 
 
 def main(config: run.Config, trust: bool = False) -> int:
@@ -193,6 +192,7 @@ def launch(arguments: list[str]) -> None:
     ignore_abandoned_saves()
     try:
         command = run.parse(arguments, DEFAULT)
+        program_cache.enable()
         with multihost.joined(command.config.distributed):
             config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())  # one run for all
             if command.check:

@@ -30,7 +30,7 @@ from jaxformer.data import DataConfig
 from jaxformer.nn import model
 from jaxformer.parallel.sharding import AXES, MeshConfig
 from jaxformer.tokenizers.disk_cache import target, write
-from jaxformer.training import run
+from jaxformer.training import run, shipped
 
 EXPLAIN = """What a model's forward costs, step by step. CONFIG is the name of a preset or a config file of train.py. The model
 is only traced: nothing is computed, and no device is needed. Exit status: 0 done; 1 an error, named in one line; 2 options that
@@ -130,12 +130,12 @@ def parse(arguments: list[str], program: str, description: str, defaults: Callab
 
 
 def read(name: str) -> ModelConfig | run.Config:
-    """A preset's model, or the run of a config file."""
+    """A preset's model, or the run of a config file or of a shipped config."""
     if name in presets.WITH_SIZES:
         return presets.WITH_SIZES[name]()
     file = Path(os.path.expanduser(name))
-    if not file.is_file():
-        known = [*presets.WITH_SIZES, *(str(path) for path in Path("configs").glob("*.py"))]
+    if not file.is_file() and name not in shipped.names():
+        known = [*presets.WITH_SIZES, *shipped.names(), *(str(path) for path in Path("configs").glob("*.py"))]
         raise ValueError(f"no config file or preset {name}{nearest(name, known)}")
     return run.read_config(file)[0]
 

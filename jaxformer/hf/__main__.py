@@ -167,7 +167,12 @@ def export(
     print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> None:
+    """The command."""
     commands: dict[str, Any] = {"info": info, "import": import_, "export": export, "verify": verify}
     description = f"{__doc__}\n{STATUS} verify: 1 also where a difference is above the tolerance."
-    launch(lambda: tyro.extras.subcommand_cli_from_dict(commands, prog="python -m jaxformer.hf", description=description))
+    tyro.extras.subcommand_cli_from_dict(commands, prog="python -m jaxformer.hf", description=description, args=arguments)
+
+
+if __name__ == "__main__":
+    launch(lambda: main(sys.argv[1:]))

@@ -83,10 +83,10 @@ class Trainer:
             return subprocess.Popen([sys.executable, *command], stdout=out, stderr=subprocess.STDOUT, env=self.environment)
 
 
-def program() -> None:
+def program(arguments: list[str]) -> None:
     """The program."""
     jax.config.update("jax_platforms", "cpu")  # this process only compares; the devices are for those that train
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(arguments))
 
 
 def parse(arguments: list[str]) -> tuple[Options, Trainer]:

@@ -13,11 +13,12 @@ import tyro
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
-from jaxformer.config.components import imported, nearest, required
+from jaxformer.config.components import imported, required
 from jaxformer.config.strict import from_dict, import_paths, to_dict
 from jaxformer.nn import model
 from jaxformer.parallel import ending
 from jaxformer.training import objective as objectives
+from jaxformer.training import shipped
 from jaxformer.training import update as updates
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.config import NEXT_TOKEN, Command, Config, InitConfig, TrainConfig
@@ -74,10 +75,8 @@ def at_home(config: Config) -> Config:
 
 
 def read_config(path: Path) -> tuple[Config, str]:
-    """The ``config`` of a Python file, and the file's docstring."""
-    if not path.is_file():
-        known = [str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py")]
-        raise ValueError(f"no config file {path}{nearest(str(path), known)}")
+    """The ``config`` of a Python file, or of a shipped one by its name, and the file's docstring."""
+    path = shipped.find(path)
     loader = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     assert loader and loader.loader
     module = importlib.util.module_from_spec(loader)
