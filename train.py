@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from rich.text import Text
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained, suitable
+from jaxformer.cli import accelerators, pretrained, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
 from jaxformer.nn import model
@@ -177,6 +177,8 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     show_log(console)
     count = (f"{specs.count(model.spec(cfg), cfg):,}", "bold")
     console.print(Text.assemble(count, f" parameters; devices: {', '.join(map(str, jax.devices()))}"))
+    if warning := accelerators.missing_extra("train.py"):
+        console.print(warning, soft_wrap=True, markup=False)
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:
