@@ -176,6 +176,8 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     show_log(console)
     count = (f"{specs.count(model.spec(cfg), cfg):,}", "bold")
     console.print(Text.assemble(count, f" parameters; devices: {', '.join(map(str, jax.devices()))}"))
+    if warning := accelerators.missing_extra("train.py"):
+        console.print(warning, soft_wrap=True, markup=False)
     if config.mesh != MeshConfig():
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:

@@ -1,0 +1,37 @@
+"""Whether an accelerator of this machine is left unused for want of an extra."""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+
+_TPU_VENDOR = "0x1ae0"
+
+
+def visible(root: Path = Path("/"), path: str | None = None) -> str | None:
+    """The extra for the accelerator that the machine below ``root`` shows: "cuda", "tpu" or None.
+
+    ``path`` is searched for nvidia-smi; by default that is the environment's PATH.
+    """
+    nvidia = (root / "proc/driver/nvidia/version", root / "dev/nvidia0")
+    if any(file.exists() for file in nvidia) or shutil.which("nvidia-smi", path=path):
+        return "cuda"
+    if (root / "dev/accel0").exists():
+        return "tpu"
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    if (root / "dev/vfio/0").exists() and any(file.read_text().strip() == _TPU_VENDOR for file in vendors):
+        return "tpu"
+    return None
+
+
+def missing_extra(program: str) -> str | None:
+    """What to install if JAX runs on the CPU of a machine with an accelerator and nobody asked for that."""
+    if jax.default_backend() != "cpu" or "cpu" in (jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")):
+        return None
+    extra = visible()
+    if extra is None:
+        return None
+    name = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}[extra]
+    command = f"uv run --extra {extra} {program} …"
+    return f"This machine has {name}, but JAX runs on the CPU: install the extra `{extra}` ({command})."
