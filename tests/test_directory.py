@@ -266,3 +266,11 @@ def test_other_errors_pass(error, tmp_path):
     with pytest.raises(type(error)) as raised, during("could not save", tmp_path):
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket/run", "memory://run"])
+def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="a run cannot be written to a remote path; give a local directory"):
+        run.parse(["quickstart", f"--run-dir={path}"], "quickstart")
+    assert not list(tmp_path.iterdir())

@@ -181,7 +181,7 @@ def test_ends_of_generation_config_json_go_first(folder):
 @pytest.mark.parametrize("value", ["</s>", [True], [[4]], 1.5])
 def test_what_is_no_id_is_refused(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="eos_token_id=.* is no id of a token"):
+    with pytest.raises(ValueError, match="eos_token_id=.* is not the id of a token"):
         pretrained.ends(folder, tokenizer.load(folder))
 
 

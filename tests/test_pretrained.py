@@ -131,6 +131,20 @@ def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, train, tmp_path)
     train.main(asked)
 
 
+def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(text, train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = r"^there is no run in runs/dates\. To train it: uv run train\.py configs/dates\.py$"
+    with pytest.raises(FileNotFoundError, match=missing):
+        pretrained.load("runs/dates")
+    (tmp_path / "runs" / "date").mkdir(parents=True)
+    (tmp_path / "runs" / "date" / "config.json").write_text("{}")
+    missing = r"there is no run in runs/dates\. Runs that exist: runs/date\. To train it"
+    with pytest.raises(FileNotFoundError, match=missing):
+        pretrained.load("runs/dates")
+    with pytest.raises(FileNotFoundError, match=missing):
+        train.main(config(tmp_path / "run", text, "runs/dates"))
+
+
 def test_what_cannot_be_had_together_is_refused(folder, text, train, tmp_path):
     tokenizer.train("char", ["".join(map(chr, range(40, 2000)))]).save(folder)
     with pytest.raises(ValueError, match="has 1963 ids, the model of .* rows for"):
