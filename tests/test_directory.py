@@ -269,8 +269,9 @@ def test_other_errors_pass(error, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket/run", "memory://run"])
-def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_path, monkeypatch):
+def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="a run cannot be written to a remote path; give a local directory"):
-        run.parse(["quickstart", f"--run-dir={path}"], "quickstart")
+    with pytest.raises(SystemExit):
+        run.parse([str(Path(__file__).parent.parent / "configs" / "quickstart.py"), f"--run-dir={path}"], Path("unused.py"))
+    assert f"error: --run-dir {path}: a run cannot be written to a remote path; give a local" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

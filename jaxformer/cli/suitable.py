@@ -62,8 +62,8 @@ def _say_unused(config: Config, corpus: Data) -> None:
     size, used = config.model.vocab_size, corpus.tokenizer.vocab_size
     if config.init.folder is None and size - used >= PADDING and multihost.first():
         log.warning(
-            "model.vocab_size=%d, but the tokenizer has %d ids: %d rows of the token table are never used, and the first loss is "
-            "near ln %d; set model.vocab_size=%d to leave them out",
+            "model.vocab_size=%d, but the tokenizer has %d ids: %d rows of the token table are never used, and the first loss "
+            "is near ln %d; set model.vocab_size=%d to leave them out",
             *(size, used, size - used, size, used),
         )
 
