@@ -63,9 +63,9 @@ def test_a_model_is_saved_anywhere(target, here):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("/", "/ is no folder for one model; give it a name"),
-        ("..", ".. is no folder for one model; give it a name, such as ../model"),
-        ("inner/..", "is no folder for one model"),
+        ("/", "/ is not a folder for one model; give a named folder"),
+        ("..", ".. is not a folder for one model; give a named folder, such as ../model"),
+        ("inner/..", "is not a folder for one model"),
         ("file", "file is a file; choose another folder"),
         ("file/x", "file/x cannot be written: file is a file"),
         ("x" * 300, "File name too long"),
