@@ -41,7 +41,7 @@ def _check_model(config: Config) -> None:
     for reason, applies in wrong.items():
         if applies:
             raise ValueError(
-                f"next-token training cannot use a model with model.{reason}; change the model, or give an objective of your own "
+                f"next-token training cannot use model.{reason}; change the model, or give an objective of your own "
                 "(train.objective='package.module:name')"
             )
 
