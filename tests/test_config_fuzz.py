@@ -176,5 +176,5 @@ def test_numbers_that_no_machine_holds_are_refused(fields, message):
 @pytest.mark.parametrize("value", ["2", [2, "3"], 1.5, True, [[1]], {"a": 1}, 2**40, -(2**70)])
 def test_ends_of_outputs_that_are_no_ids_are_refused(value, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="eos_token_id=.* is no id of a token"):
+    with pytest.raises(ValueError, match="eos_token_id=.* is not the id of a token"):
         pretrained.ends(tmp_path, tokenizer.Bytes())

@@ -92,7 +92,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(directories.fcntl, "flock", refuse)
     with locked(str(tmp_path)) as lock:
         lock.require()
-    assert "cannot be locked (No locks available): see to it that no other train.py uses" in caplog.text
+    assert "cannot be locked (No locks available): make sure that no other train.py uses" in caplog.text
 
 
 def test_where_nothing_can_be_written_only_writing_is_refused(tmp_path, monkeypatch):
@@ -266,3 +266,12 @@ def test_other_errors_pass(error, tmp_path):
     with pytest.raises(type(error)) as raised, during("could not save", tmp_path):
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket/run", "memory://run"])
+def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run.parse([str(Path(__file__).parent.parent / "configs" / "quickstart.py"), f"--run-dir={path}"], Path("unused.py"))
+    assert f"error: --run-dir {path}: a run cannot be written to a remote path; give a local" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

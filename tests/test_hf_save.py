@@ -63,9 +63,9 @@ def test_a_model_is_saved_anywhere(target, here):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("/", "/ is no folder for one model; give it a name"),
-        ("..", ".. is no folder for one model; give it a name, such as ../model"),
-        ("inner/..", "is no folder for one model"),
+        ("/", "/ is not a folder for one model; give a named folder"),
+        ("..", ".. is not a folder for one model; give a named folder, such as ../model"),
+        ("inner/..", "is not a folder for one model"),
         ("file", "file is a file; choose another folder"),
         ("file/x", "file/x cannot be written: file is a file"),
         ("x" * 300, "File name too long"),
@@ -181,7 +181,7 @@ def test_ends_of_generation_config_json_go_first(folder):
 @pytest.mark.parametrize("value", ["</s>", [True], [[4]], 1.5])
 def test_what_is_no_id_is_refused(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match="eos_token_id=.* is no id of a token"):
+    with pytest.raises(ValueError, match="eos_token_id=.* is not the id of a token"):
         pretrained.ends(folder, tokenizer.load(folder))
 
 

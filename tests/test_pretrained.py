@@ -121,6 +121,20 @@ def test_on_a_mesh_it_is_read_to_its_shards(kind, folder, text, tmp_path):
     train.main(asked)
 
 
+def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = r"^there is no run in runs/dates\. To train it: uv run train\.py configs/dates\.py$"
+    with pytest.raises(FileNotFoundError, match=missing):
+        pretrained.load("runs/dates")
+    (tmp_path / "runs" / "date").mkdir(parents=True)
+    (tmp_path / "runs" / "date" / "config.json").write_text("{}")
+    missing = r"there is no run in runs/dates\. Runs that exist: runs/date\. To train it"
+    with pytest.raises(FileNotFoundError, match=missing):
+        pretrained.load("runs/dates")
+    with pytest.raises(FileNotFoundError, match=missing):
+        train.main(config(tmp_path / "run", text, "runs/dates"))
+
+
 def test_what_cannot_be_had_together_is_refused(folder, text, tmp_path):
     tokenizer.train("char", ["".join(map(chr, range(40, 2000)))]).save(folder)
     with pytest.raises(ValueError, match="has 1963 ids, the model of .* rows for"):
@@ -156,12 +170,3 @@ def test_a_published_encoder_decoder_starts_its_targets_as_it_learned_to(text, t
     assert weights.load("t5_v10")[0]["decoder_start_token_id"] == 0
     with pytest.raises(ValueError, match="its targets start with id 0, and those of the data would with .* bos, 1"):
         pretrained.begin(config(tmp_path / "run", text, tmp_path / "t5"))
-
-
-def test_a_run_that_is_yet_to_be_trained_is_no_model_of_a_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "dates.py").touch()
-    for read in (pretrained.load, lambda path: pretrained.begin(config("new", "", path))):
-        with pytest.raises(FileNotFoundError, match="no run runs/dates yet; train it first: uv run train.py configs/dates.py"):
-            read("runs/dates")

@@ -45,7 +45,7 @@ def test_how_far_off_and_from_where(monkeypatch):
     assert "match" in line and "up to rounding (at most 4e-07 apart, at step 13, relative)" in line
     far = [loss * (1 + 1e-4 * (number - 14) * (number >= 15)) for number, loss in enumerate(LOSSES)]
     (line,) = watched(monkeypatch, far, [made()])
-    assert "are off the reference" in line and "more than 1e-05 from step 16 on" in line
+    assert "differ from the reference" in line and "more than 1e-05 from step 16 on" in line
     assert "at most 0.0005 apart, at step 20" in line and "match" not in line
 
 

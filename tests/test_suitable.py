@@ -196,3 +196,13 @@ def test_the_memory_of_an_accelerator_is_its_own_limit(limit, tmp_path):
             memory.check(asked, mesh)
     else:
         memory.check(asked, mesh)
+
+
+@pytest.mark.parametrize("size, said", [(2048, True), (300, False)])
+def test_rows_of_the_table_that_no_token_uses_are_said(size, said, tmp_path, caplog):
+    asked = config(tmp_path, {"vocab_size": size})
+    corpus = load(asked.data)
+    suitable.check_data(asked, corpus)
+    used = corpus.tokenizer.vocab_size
+    expected = f"{size - used} rows of the token table are never used, and the first loss is near ln {size}"
+    assert (expected in caplog.text) == said

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import os
 from collections.abc import Callable
@@ -37,23 +38,26 @@ def is_published(folder: Path) -> bool:
     return not folder.is_dir() or (path.is_file() and "model_type" in read_json(path))
 
 
-def refuse_missing_run(path: Path) -> None:
-    """Raises FileNotFoundError for a path such as ``runs/dates``, of a config that is here, whose run is not: it looks like a
-    hub's id, and is none."""
-    config = Path("configs") / f"{path.name}.py"
-    if path.parent.name == "runs" and not path.exists() and config.is_file():
-        raise FileNotFoundError(f"there is no run {path} yet; train it first: uv run train.py {config}")
-
-
 def load(where: str | Path, trust: bool = False) -> tuple[ModelConfig, dict, Any]:
     """``cfg, params, tok`` of a run directory, a published folder or a hub's id. trust: as of ``jf.load``. Errors as of
     ``jf.load``, ``jf.hf.load``."""
     where = os.path.expanduser(where)
     if not is_published(Path(where)):
         return run.load(where, trust=trust)
-    refuse_missing_run(Path(where))
+    _require_run(Path(where))
     folder = locate(where)
     return *hf.load(folder), tokenizer.load(folder)
+
+
+def _require_run(path: Path) -> None:
+    """Raises FileNotFoundError for a folder in ``runs/`` that does not exist: that is the name of a run, not of a model on a
+    hub."""
+    if path.parent.name != "runs" or path.exists():
+        return
+    there = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
+    close = difflib.get_close_matches(path.name, there, n=3) or there[:3]
+    runs = f" Runs that exist: {', '.join(str(path.parent / name) for name in close)}." if close else ""
+    raise FileNotFoundError(f"there is no run in {path}.{runs} To train it: uv run train.py configs/{path.name}.py")
 
 
 def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
@@ -62,7 +66,7 @@ def ends(where: str | Path, tok: Any) -> tuple[int, ...]:
     named = generation_config(locate(where)).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if wrong := [i for i in ids if not fits(i, int) or i >= 2**31]:
-        raise ValueError(f"{where}: eos_token_id={wrong[0]!r} is no id of a token")
+        raise ValueError(f"{where}: eos_token_id={wrong[0]!r} is not the id of a token")
     return tuple(dict.fromkeys(i for i in (tok.eos_id, *ids) if 0 <= i < tok.vocab_size))
 
 
@@ -90,7 +94,9 @@ def begin(config: run.Config, trust: bool = False) -> tuple[run.Config, Any, Cal
         return _adopt(config, before.model), None, lambda like=None: _prepare(config, trust)[1](like)
     cfg, read = _prepare(config, trust)
     if not cfg.causal and config.data.task == "text":
-        raise ValueError(f"{init.folder} is no language model: its tokens see those after them, which is what it would learn")
+        raise ValueError(
+            f"{init.folder} is not a language model: each of its tokens sees the tokens that it would have to predict"
+        )
     return _adopt(config, cfg), _tokenizer(config, cfg), read
 
 
@@ -112,14 +118,14 @@ def _prepare(config: run.Config, trust: bool) -> tuple[ModelConfig, Callable[...
     """The model of ``init.from``, and a function that reads its parameters in the dtype of the config's."""
     where, dtype = str(config.init.folder), config.model.param_dtype
     where = os.path.expanduser(where)
-    refuse_missing_run(Path(where))
+    _require_run(Path(where))
     if is_published(Path(where)):
         cfg, published = prepare(where, dtype, revision=config.init.revision)
         return cfg, lambda like=None: published(_shardings(like))
     cfg = run.read_run(Path(where), trust).model
     checkpoints = Checkpoints(Path(where) / "checkpoints")
     if not checkpoints.steps():
-        raise FileNotFoundError(f"{where} has no checkpoint")
+        raise FileNotFoundError(f"{where} has no checkpoint to start from; train that run until it has saved one")
 
     def read(like: Any = None) -> dict:
         params = run.load(where, _shardings(like), trust=trust)[1]

@@ -56,24 +56,24 @@ class Options(Strict):
     """Where to write the JSON lines of --file; standard output by default. An interrupted command, given again, continues;
     it is refused where the model or an option has changed since."""
     n: int = 1
-    """Outputs per prompt."""
+    """Number of outputs per prompt."""
     max_new_tokens: int = 200
-    """Most tokens in an output."""
+    """Maximum number of tokens in an output."""
     stop: tuple[str, ...] = ()
     """Texts that end an output."""
     batch_size: int = 8
-    """Prompts of --file at a time."""
+    """Number of prompts of --file that are generated at a time."""
     num_beams: int | None = None
-    """Hypotheses of beam search; 0: sampling. By default 4 for an encoder–decoder, else 0."""
+    """Number of hypotheses that beam search keeps; 0: sample instead. By default 4 for an encoder–decoder, else 0."""
     length_penalty: float = 1.0
-    """Beam search: above 0 favours longer outputs."""
+    """Exponent of the length that beam search divides scores by; larger values favour longer outputs."""
     seed: int = 0
     """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
     trust: bool = dataclasses.field(default=False, repr=False)
     """Follow the import paths in the config.json of a run with components of one's own, which runs their code; also take a
     config.json that has been edited."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
-    """How tokens are chosen."""
+    """How the next token is chosen."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +83,7 @@ class Options(Strict):
         if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
             raise ValueError("give one of: a prompt, --interactive, --file")
         if self.chat and self.interactive and self.n > 1:
-            raise ValueError("a conversation goes on from one answer: --n 1")
+            raise ValueError("a conversation goes on from one answer; give --n 1")
         if self.out is not None and self.file is None:
             raise ValueError("--out goes with --file")
 
@@ -106,7 +106,7 @@ class Writer:
         self.asked = 0
         """Prompts so far: the random draws for the next ones depend on it."""
         if self._beams and (options.sampling != DEFAULT or options.stop):
-            raise ValueError("beam search draws nothing and knows no --stop; give --num-beams 0 for options of sampling")
+            raise ValueError("beam search takes no sampling options and no --stop; give --num-beams 0 for options of sampling")
         if self._beams and options.n > self._beams:
             raise ValueError(f"--n {options.n} is more than --num-beams {self._beams}")
 

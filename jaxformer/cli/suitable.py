@@ -1,6 +1,7 @@
 """Whether model, data and objective of a run go together: what training could only waste time on is refused before anything
 is written. An objective or a data set of a user's own decides that for itself."""
 
+import logging
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -9,7 +10,12 @@ from jaxformer.cli import texts
 from jaxformer.cost import memory
 from jaxformer.data import Data
 from jaxformer.data.config import TASKS
+from jaxformer.parallel import multihost
 from jaxformer.training.config import NEXT_TOKEN, Config
+
+log = logging.getLogger(__name__)
+PADDING = 128
+"""Fewer unused rows than this are the usual padding of a vocabulary to a size that devices compute quickly."""
 
 
 def check(config: Config, mesh: Mesh) -> None:
@@ -35,7 +41,7 @@ def _check_model(config: Config) -> None:
     for reason, applies in wrong.items():
         if applies:
             raise ValueError(
-                f"next-token training makes no sense of model.{reason}; change the model, or give an objective of your own "
+                f"next-token training cannot use model.{reason}; change the model, or give an objective of your own "
                 "(train.objective='package.module:name')"
             )
 
@@ -45,9 +51,21 @@ def check_data(config: Config, corpus: Data) -> list[str]:
     ``texts.changes``), as ``check_lengths``, and for a prompt that could not be encoded at the first sample."""
     said = texts.changes(Path(config.run_dir), config.data, corpus)
     check_lengths(config, corpus)
+    _say_unused(config, corpus)
     if config.train.sample_tokens and not config.model.encoder_layers:
         corpus.tokenizer.encode(config.train.prompt)
     return said
+
+
+def _say_unused(config: Config, corpus: Data) -> None:
+    """Logs how many rows of a fresh model's table no token of the data uses, where they are more than padding."""
+    size, used = config.model.vocab_size, corpus.tokenizer.vocab_size
+    if config.init.folder is None and size - used >= PADDING and multihost.first():
+        log.warning(
+            "model.vocab_size=%d, but the tokenizer has %d ids: %d rows of the token table are never used, and the first loss "
+            "is near ln %d; set model.vocab_size=%d to leave them out",
+            *(size, used, size - used, size, used),
+        )
 
 
 def check_lengths(config: Config, corpus: Data) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from rich.text import Text
 
 from jaxformer import data, training
-from jaxformer.cli import pretrained, program_cache, suitable
+from jaxformer.cli import accelerators, pretrained, program_cache, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
 from jaxformer.nn import model

@@ -37,11 +37,15 @@ def check(cfg: Any) -> None:
         raise ValueError(f"rope_fraction={cfg.rope_fraction} is outside (0, 1]")
     if cfg.position == "rope" and (cfg.rotary_dim % 2 or not cfg.rotary_dim):
         share = f"rope_fraction={cfg.rope_fraction} of " if cfg.rope_fraction < 1 else ""
-        raise ValueError(f"{share}head_dim={cfg.head_dim} is odd: RoPE rotates pairs")
+        raise ValueError(f"{share}head_dim={cfg.head_dim} is odd: RoPE rotates pairs of dimensions; choose an even size")
     if cfg.head_transform and cfg.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
-        raise ValueError(f"head_transform has the mlp's activation: relu, silu, gelu or gelu_tanh, not {cfg.mlp!r}")
+        raise ValueError(
+            f"head_transform uses the activation of mlp, which must be relu, silu, gelu or gelu_tanh, not {cfg.mlp!r}"
+        )
     if cfg.position in ("sinusoidal", "sinusoidal_half") and cfg.d_model % 2:
-        raise ValueError(f"d_model={cfg.d_model} is odd: sinusoids come in pairs of sine and cosine")
+        raise ValueError(
+            f"d_model={cfg.d_model} is odd: sinusoidal positions are pairs of sine and cosine; choose an even size"
+        )
     if cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic" and cfg.rotary_dim < 4:
         raise ValueError(f"head_dim={cfg.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
     if "rope" not in cfg.positions and cfg.rope_scaling.kind != "none":

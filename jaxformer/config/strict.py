@@ -70,7 +70,7 @@ class Strict:
                 raise ValueError(f"unknown {field.name} {wrong!r}{nearest(wrong, names)}")
             must = _described(field.type)
             if isinstance(value, int | float) and 0 < abs(value) < math.inf and not _in_float32(value):
-                must = f"between {LEAST:.3g} and {MOST:.3g} in size: float32, which computes with it, has no other numbers"
+                must = f"between {LEAST:.3g} and {MOST:.3g} in absolute value, the range of float32 numbers"
             raise ValueError(f"{field.name}={repr(value)[:200]} must be {must}")
 
 

@@ -162,7 +162,7 @@ class Latent(Strict):
         within(self, 1, 2**31, "rope_dim", "value_dim", prefix="latent.")
         within(self, 0, math.inf, "norm_eps", open_low=True, prefix="latent.")
         if self.rope_dim % 2:
-            raise ValueError(f"latent.rope_dim={self.rope_dim} is odd: RoPE rotates pairs")
+            raise ValueError(f"latent.rope_dim={self.rope_dim} is odd: RoPE rotates pairs of dimensions; choose an even size")
 
     def check(self, cfg: Any) -> None:
         """Raises ValueError where a ModelConfig cannot have it."""

@@ -95,7 +95,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" with a revision {revision!r}" if revision else ""
-        raise FileNotFoundError(f"{missing} a model{at} that the hub would show: {error}") from error
+        raise FileNotFoundError(f"{missing} a model{at} that the hub has or lets you read: {error}") from error
     except HfHubHTTPError as error:
-        raise FileNotFoundError(f"{missing} to be had from the hub: {error}") from error
+        raise FileNotFoundError(f"{missing} a model that could be downloaded from the hub: {error}") from error
     return folder

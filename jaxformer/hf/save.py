@@ -84,7 +84,7 @@ def _folder(path: str | Path) -> Path:
     """The folder to write, with ``~`` expanded. Raises ValueError where there is something that it would take the place of."""
     folder = Path(os.path.expanduser(path))
     if folder.name in ("", "..") and folder != Path():
-        raise ValueError(f"{folder} is no folder for one model; give it a name, such as {folder / 'model'}")
+        raise ValueError(f"{folder} is not a folder for one model; give a named folder, such as {folder / 'model'}")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; choose another folder")
     if folder.exists() and any(file.suffix in WEIGHTS for file in folder.iterdir()):

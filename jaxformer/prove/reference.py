@@ -120,7 +120,7 @@ def verdict(reference: Reference, losses: list[float]) -> str:
     why = f"the devices are {platform.upper()}s, the reference's were CPUs; " if platform != "cpu" else ""
     first = next(number for number, difference in enumerate(apart, 1) if difference > NEAR)
     return (
-        f"The first {count} losses are off {named}: {where}, relative; more than {NEAR:g} from step {first} on. {why}"
-        "A difference that starts at 1e-7 and grows is another order of sums (CPU, number of devices, version); "
-        "one that is large at step 1 is another computation."
+        f"The first {count} losses differ from {named}: {where}, relative; more than {NEAR:g} from step {first} on. {why}"
+        "A difference that starts near 1e-7 and grows comes from sums in another order (CPU, number of devices, version); "
+        "one that is large at step 1 means that something else is computed."
     )

@@ -31,9 +31,9 @@ from jaxformer.prove import states
 from jaxformer.training import records, run
 from jaxformer.training.checkpoints import Checkpoints
 
-ABOUT = """A run of CONFIG that is killed (kill -9) and resumed, against one that is not: equal to the bit, or the first leaf
-that differs. Further --field value pairs are those of train.py. Works in a temporary directory. Exit code 0: as it must be; 1:
-not."""
+ABOUT = """Compares a run of CONFIG that is killed (kill -9) and resumed with one that is not. They must be equal to the bit;
+otherwise the first leaf that differs is printed. Further --field value pairs are passed on to train.py. All files are written
+to a temporary directory. Exit code 0: the runs are equal; 1: they differ."""
 NEAR = 1e-3
 """Largest relative difference of a loss where the second half has its sums in another order: some 1e-7 in each update, which
 further updates amplify."""

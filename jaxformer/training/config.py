@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -119,6 +120,8 @@ class Config(Strict):
 
     def __post_init__(self):
         super().__post_init__()
+        if re.match(r"[a-z][a-z0-9+.-]+:/", self.run_dir, re.IGNORECASE):
+            raise ValueError(f"--run-dir {self.run_dir}: a run cannot be written to a remote path; give a local directory")
         if self.train.parallel == "pmap" and self.mesh != MeshConfig():
             raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
         if self.train.parallel == "pmap" and self.distributed.on:

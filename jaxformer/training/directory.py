@@ -113,7 +113,9 @@ def locked(run_dir: str) -> Iterator[Lock]:
             except ValueError as error:
                 problem = error
         if not multihost.everywhere(problem is None):
-            raise problem or ValueError(f"process 0 cannot have {directory}")
+            raise problem or ValueError(
+                f"process 0 could not get the run directory {directory}; its own error message says why"
+            )
         yield lock
 
 
@@ -166,7 +168,7 @@ def _take(path: Path) -> int:
             raise ValueError(f"{path.parent} is in use by {holder}: wait for it to end, or choose another --run-dir") from error
         except OSError as error:
             reason = error.strerror
-            log.warning("%s cannot be locked (%s): see to it that no other train.py uses the directory", path.parent, reason)
+            log.warning("%s cannot be locked (%s): make sure that no other train.py uses this directory", path.parent, reason)
             return file
         try:
             is_there = os.path.samestat(os.stat(path), os.fstat(file))
