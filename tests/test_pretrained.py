@@ -126,9 +126,9 @@ def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(text, tmp_path, 
     missing = r"^there is no run in runs/dates\. To train it: uv run train\.py configs/dates\.py$"
     with pytest.raises(FileNotFoundError, match=missing):
         pretrained.load("runs/dates")
-    (tmp_path / "runs" / "date").mkdir(parents=True)
-    (tmp_path / "runs" / "date" / "config.json").write_text("{}")
-    missing = r"there is no run in runs/dates\. Runs that exist: runs/date\. To train it"
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart" / "config.json").write_text("{}")
+    missing = r"there is no run in runs/dates\. Runs that exist: runs/quickstart\. To train it"
     with pytest.raises(FileNotFoundError, match=missing):
         pretrained.load("runs/dates")
     with pytest.raises(FileNotFoundError, match=missing):

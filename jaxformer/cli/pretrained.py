@@ -54,9 +54,10 @@ def _require_run(path: Path) -> None:
     hub."""
     if path.parent.name != "runs" or path.exists():
         return
-    there = sorted(config.parent.name for config in path.parent.glob("*/config.json"))
-    close = difflib.get_close_matches(path.name, there, n=3) or there[:3]
-    runs = f" Runs that exist: {', '.join(str(path.parent / name) for name in close)}." if close else ""
+    there = sorted(folder.name for folder in path.parent.glob("*/"))
+    if difflib.get_close_matches(path.name, there):
+        return  # a misspelt name: ``locate`` says which one is meant
+    runs = f" Runs that exist: {', '.join(str(path.parent / name) for name in there[:3])}." if there else ""
     raise FileNotFoundError(f"there is no run in {path}.{runs} To train it: uv run train.py configs/{path.name}.py")
 
 
