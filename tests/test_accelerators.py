@@ -33,8 +33,8 @@ def test_nvidia_smi_on_the_path(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "asked", "extra", "said"),
     [
-        ("cpu", None, "cuda", "This machine has an NVIDIA GPU, but JAX runs on the CPU: install the extra `cuda` (uv run --extra cuda train.py …)."),
-        ("cpu", None, "tpu", "This machine has a TPU, but JAX runs on the CPU: install the extra `tpu` (uv run --extra tpu train.py …)."),
+        ("cpu", None, "cuda", "an NVIDIA GPU, but JAX runs on the CPU: install the extra `cuda` (uv run --extra cuda train.py …)."),
+        ("cpu", None, "tpu", "a TPU, but JAX runs on the CPU: install the extra `tpu` (uv run --extra tpu train.py …)."),
         ("cpu", None, None, None),
         ("cpu", "cpu", "cuda", None),
         ("gpu", None, "cuda", None),
@@ -42,11 +42,12 @@ def test_nvidia_smi_on_the_path(tmp_path):
 )  # fmt: skip
 def test_missing_extra(monkeypatch, backend, asked, extra, said):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    before = jax.config.jax_platforms
+    before = jax.config.values["jax_platforms"]
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(accelerators, "visible", lambda: extra)
     jax.config.update("jax_platforms", asked)
     try:
-        assert accelerators.missing_extra("train.py") == said
+        found = accelerators.missing_extra("train.py")
+        assert found == (said and f"This machine has {said}")
     finally:
         jax.config.update("jax_platforms", before)

@@ -1,6 +1,5 @@
 """Whether an accelerator of this machine is left unused for want of an extra."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def visible(root: Path = Path("/"), path: str | None = None) -> str | None:
 
 def missing_extra(program: str) -> str | None:
     """What to install if JAX runs on the CPU of a machine with an accelerator and nobody asked for that."""
-    if jax.default_backend() != "cpu" or "cpu" in (jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")):
+    if jax.default_backend() != "cpu" or "cpu" in (jax.config.values["jax_platforms"] or ""):
         return None
     extra = visible()
     if extra is None:
