@@ -33,8 +33,8 @@ def test_nvidia_smi_on_the_path(tmp_path):
 @pytest.mark.parametrize(
     ("backend", "asked", "extra", "said"),
     [
-        ("cpu", None, "cuda", "an NVIDIA GPU, but JAX runs on the CPU: install the extra `cuda` (uv run --extra cuda train.py …)."),
-        ("cpu", None, "tpu", "a TPU, but JAX runs on the CPU: install the extra `tpu` (uv run --extra tpu train.py …)."),
+        ("cpu", None, "cuda", "an NVIDIA GPU, but {}: install the extra `cuda` (uv run --extra cuda train.py …)."),
+        ("cpu", None, "tpu", "a TPU, but {}: install the extra `tpu` (uv run --extra tpu train.py …)."),
         ("cpu", None, None, None),
         ("cpu", "cpu", "cuda", None),
         ("gpu", None, "cuda", None),
@@ -48,6 +48,6 @@ def test_missing_extra(monkeypatch, backend, asked, extra, said):
     jax.config.update("jax_platforms", asked)
     try:
         found = accelerators.missing_extra("train.py")
-        assert found == (said and f"This machine has {said}")
+        assert found == (said and f"This machine has {said}".format("JAX runs on the CPU"))
     finally:
         jax.config.update("jax_platforms", before)
