@@ -74,7 +74,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
     with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
-        batches = data.iterate(corpus.train, start)
+        batches = report.waiting(data.iterate(corpus.train, start))
         for step in report.timed(range(start + 1, train.steps + 1)):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
