@@ -207,6 +207,7 @@ def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
             yield {}
 
     with report(tmp_path) as shown:
+        shown.peak_seconds = 1.0
         batches = shown.waiting(slow())
         for step in shown.timed(range(1, 7)):
             next(batches)
@@ -214,6 +215,7 @@ def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
             shown.train(step, {"loss": 1.0, "weight": 8.0})
     found = [record.get("waiting_for_data") for record in records(tmp_path / "metrics.jsonl")]
     assert found[0] is None and found[-1] == 0.75
+    assert list(records(tmp_path / "metrics.jsonl"))[-1]["mfu"] == 0.25  # an update of 4 seconds takes 1 at the peak
 
 
 def test_the_drawing_is_a_png_with_both_curves(tmp_path):

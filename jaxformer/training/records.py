@@ -12,7 +12,7 @@ from jaxformer.tokenizers import disk_cache
 from jaxformer.training.directory import set_aside
 
 log = logging.getLogger(__name__)
-TIMINGS = ("tokens_per_second", "waiting_for_data")
+TIMINGS = ("tokens_per_second", "mfu", "waiting_for_data")
 """Fields of a record that say how fast training went: they differ between runs that are otherwise equal to the bit."""
 
 

@@ -50,7 +50,8 @@ class Report:
         self._clock: float | None = None
         self._since: float | None = None
         self._spent, self._tokens, self._first, self._last_plain = 0.0, 0.0, start, -math.inf
-        self._waited = 0.0
+        self._waited, self._updates = 0.0, 0
+        self.peak_seconds: float | None = None  # of an update at the devices' peak; None: unknown
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -124,11 +125,14 @@ class Report:
             self._clock, self._first = time.perf_counter(), step
         else:
             self._tokens += metrics["weight"]
+            self._updates += 1
         seconds = self._training_seconds()
         speed = self._tokens / seconds if seconds > 0 else 0.0
         shown = f"loss {metrics['loss']:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
         self._bar.update(self._task, completed=step, shown=shown)
         timings = {"tokens_per_second": speed, "waiting_for_data": self._waited / seconds} if speed else {}
+        if speed and self.peak_seconds is not None:
+            timings["mfu"] = self._updates * self.peak_seconds / seconds
         if step % self._log_every == 0:
             self._write(step, "train", metrics | timings)
         if line := self._watch(step, metrics["loss"]):
