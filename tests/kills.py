@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxformer.training.records import TIMINGS
+
 ROOT = Path(__file__).parent.parent
 STEPS = 12
 FIELDS = {
@@ -49,7 +51,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "two processes": {"mesh.data": 2},
 }
 MOMENTS = ("any time", "first files", "step", "save", "evaluation", "exit")
-WITHOUT = ("tokens_per_second",)
 
 
 def write_text(folder: Path) -> Path:
@@ -148,7 +149,7 @@ def state_of(directory: Path) -> dict[str, bytes]:
     leaves = jax.tree_util.tree_flatten_with_path(plain)[0]
     content = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    records = [{name: value for name, value in line.items() if name not in WITHOUT} for line in lines]
+    records = [{name: value for name, value in line.items() if name not in TIMINGS} for line in lines]
     return content | {"records": json.dumps(records).encode()}
 
 

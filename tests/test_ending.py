@@ -22,6 +22,7 @@ from jaxformer.training import directory as directories
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.console import RunConsole
+from jaxformer.training.records import TIMINGS
 from jaxformer.training.report import results
 
 ROOT = Path(__file__).parent.parent
@@ -284,7 +285,7 @@ class Runs:
         checkpoints.close()
         assert int(state.step) == STEPS
         lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-        kept = [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in lines]
+        kept = [{key: value for key, value in record.items() if key not in TIMINGS} for record in lines]
         return jax.tree.leaves(state.replace(rng=jax.random.key_data(state.rng))), kept
 
 

@@ -23,6 +23,7 @@ from jaxformer.parallel.multihost import DistributedConfig, joined
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.records import TIMINGS
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
@@ -143,7 +144,7 @@ class Runs:
 
     def records(self, name: str) -> list[dict]:
         lines = map(json.loads, (self.folder / name / "metrics.jsonl").read_text().splitlines())
-        return [{key: value for key, value in record.items() if key != "tokens_per_second"} for record in lines]
+        return [{key: value for key, value in record.items() if key not in TIMINGS} for record in lines]
 
     def state(self, name: str) -> dict[str, np.ndarray]:
         """All that the last checkpoint holds, by path."""

@@ -196,6 +196,28 @@ def test_the_rate_is_that_of_training_alone(tmp_path, monkeypatch):
     assert all(4.0 <= rate <= 8.0 for rate in rates[1:])
 
 
+def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
+    """A batch takes 3 seconds and an update 1; what is waited for while compiling does not count."""
+    now = [0.0]
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: now[0])
+
+    def slow():
+        while True:
+            now[0] += 3.0
+            yield {}
+
+    with report(tmp_path) as shown:
+        shown.peak_seconds = 1.0
+        batches = shown.waiting(slow())
+        for step in shown.timed(range(1, 7)):
+            next(batches)
+            now[0] += 1.0
+            shown.train(step, {"loss": 1.0, "weight": 8.0})
+    found = [record.get("waiting_for_data") for record in records(tmp_path / "metrics.jsonl")]
+    assert found[0] is None and found[-1] == 0.75
+    assert list(records(tmp_path / "metrics.jsonl"))[-1]["mfu"] == 0.25  # an update of 4 seconds takes 1 at the peak
+
+
 def test_the_drawing_is_a_png_with_both_curves(tmp_path):
     path, images = tmp_path / "metrics.jsonl", []
     for kinds in (["train"], ["train", "validation"]):

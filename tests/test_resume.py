@@ -22,6 +22,7 @@ import pytest
 from jaxformer.parallel.ending import STOPPED
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
+from jaxformer.training.records import TIMINGS
 from jaxformer.training.run_files import read_tokenizer, write_run
 
 ROOT = Path(__file__).parent.parent
@@ -161,7 +162,7 @@ def final_state(directory: Path) -> dict[str, np.ndarray]:
 
 def records(directory: Path) -> list[dict]:
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name != "tokens_per_second"} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMINGS} for line in lines]
 
 
 def files(directory: Path) -> dict[str, str]:

@@ -23,6 +23,8 @@ from jaxformer import data, training
 from jaxformer.cli import accelerators, pretrained, program_cache, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
+from jaxformer.cost import model_flops
+from jaxformer.cost.topology import peak_of
 from jaxformer.nn import model
 from jaxformer.parallel import ending, multihost
 from jaxformer.parallel.ending import stopping
@@ -70,10 +72,11 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
     report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
+    report.peak_seconds = peak_seconds(config)
     saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
     with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
-        batches = data.iterate(corpus.train, start)
+        batches = report.waiting(data.iterate(corpus.train, start))
         for step in report.timed(range(start + 1, train.steps + 1)):
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
@@ -108,6 +111,16 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     else:
         stopped(report.console, int(current.step), directory)
     return ending.FINISHED if is_done else ending.STOPPED
+
+
+def peak_seconds(config: run.Config) -> float | None:
+    """Seconds that an update's model FLOPs take at the peak of all devices; None where their peak is unknown."""
+    if (peak := peak_of(jax.devices()[0].device_kind)) is None:
+        return None
+    source = config.data.source_length if config.model.encoder_layers else 0
+    return (
+        model_flops.training(config.model, config.data.batch_size, config.data.length, source).total / peak / jax.device_count()
+    )
 
 
 def first_step(lock: Lock, restored: Any, steps: int) -> int:
@@ -182,6 +195,8 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if peak_seconds(config) is None:
+        console.print(f"MFU is not shown: unknown peak of {jax.devices()[0].device_kind}")
     if start:
         console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)
     for change in changes:

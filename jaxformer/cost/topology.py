@@ -57,6 +57,20 @@ GPUS = {
     "H200": _gpu("H200", 989.4, 141, 4800, 450),
     "B200": _gpu("B200", 2250, 180, 7700, 900),
 }
+KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
+"""``device_kind`` of JAX for the TPUs of the table."""
+
+
+def peak_of(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by JAX's name for it; None if unknown, as for CPUs and slower forms (PCIe, NVL)."""
+    if device_kind in KINDS:
+        return TPUS[KINDS[device_kind]].peak
+    words = device_kind.replace("-", " ").split()
+    if words[:1] != ["NVIDIA"] or {"PCIe", "PCIE", "NVL", "MIG"} & set(words):
+        return None
+    return next((chip.peak for name, chip in GPUS.items() if name in words), None)
+
+
 SPELLED = {"v5": "v5p", "v5litepod": "v5e", "v6": "v6e"}
 HOST = 8
 """GPUs per host."""

@@ -276,4 +276,4 @@ def _compare(options: Options, undisturbed: Path, killed: Path, console: Console
 
 def _records(directory: Path) -> list[dict[str, Any]]:
     every = records.records(directory / "metrics.jsonl")
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in every]
+    return [{name: value for name, value in record.items() if name not in records.TIMINGS} for record in every]

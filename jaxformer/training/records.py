@@ -12,6 +12,8 @@ from jaxformer.tokenizers import disk_cache
 from jaxformer.training.directory import set_aside
 
 log = logging.getLogger(__name__)
+TIMINGS = ("tokens_per_second", "mfu", "waiting_for_data")
+"""Fields of a record that say how fast training went: they differ between runs that are otherwise equal to the bit."""
 
 
 def line_of(record: dict[str, Any]) -> bytes:

@@ -50,6 +50,8 @@ class Report:
         self._clock: float | None = None
         self._since: float | None = None
         self._spent, self._tokens, self._first, self._last_plain = 0.0, 0.0, start, -math.inf
+        self._waited, self._updates = 0.0, 0
+        self.peak_seconds: float | None = None  # of an update at the devices' peak; None: unknown
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -86,6 +88,18 @@ class Report:
                 self._since = time.perf_counter()
             yield step
 
+    def waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, while the time that training waits for each is taken; the devices are not waited for."""
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if self._since is not None:
+                self._waited += time.perf_counter() - began
+            yield batch
+
     def train(self, step: int, metrics: Any) -> None:
         """To be called when update ``step`` has been dispatched. Its metrics are shown when the next one has been: reading them
         at once would wait for the devices."""
@@ -111,12 +125,16 @@ class Report:
             self._clock, self._first = time.perf_counter(), step
         else:
             self._tokens += metrics["weight"]
+            self._updates += 1
         seconds = self._training_seconds()
         speed = self._tokens / seconds if seconds > 0 else 0.0
         shown = f"loss {metrics['loss']:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
         self._bar.update(self._task, completed=step, shown=shown)
+        timings = {"tokens_per_second": speed, "waiting_for_data": self._waited / seconds} if speed else {}
+        if speed and self.peak_seconds is not None:
+            timings["mfu"] = self._updates * self.peak_seconds / seconds
         if step % self._log_every == 0:
-            self._write(step, "train", metrics | ({"tokens_per_second": speed} if speed else {}))
+            self._write(step, "train", metrics | timings)
         if line := self._watch(step, metrics["loss"]):
             self.console.print(line)
         if not self.console.is_terminal and time.perf_counter() - self._last_plain > PLAIN_EVERY and step > self._first:
