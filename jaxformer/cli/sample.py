@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer.cli import pretrained, program_cache
+from jaxformer.cli import accelerators, pretrained, program_cache
 from jaxformer.cli.launch import STATUS, opened
 from jaxformer.config.strict import Strict, check_seed, to_json, within
 from jaxformer.config.textfile import read_text
@@ -283,6 +283,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     program_cache.enable()
     writer = Writer(options := options.with_files())
+    if warning := accelerators.missing_extra("python -m jaxformer.sample"):
+        print(warning, file=sys.stderr)
     if options.file is not None:
         write_all(writer)
     elif options.interactive:
