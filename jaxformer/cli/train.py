@@ -105,12 +105,11 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         if is_done := int(current.step) == train.steps:
             score |= exact_match(current, config, corpus)
         best = checkpoints.best_step()
-    if is_done:
-        seconds = time.perf_counter() - began if start < train.steps else None
-        results(report.console, train.steps, directory, score, best, seconds)
-    else:
+    if not is_done:
         stopped(report.console, int(current.step), directory)
-    return ending.FINISHED if is_done else ending.STOPPED
+        return ending.STOPPED
+    results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
+    return ending.FINISHED
 
 
 def peak_seconds(config: run.Config) -> float | None:
@@ -118,9 +117,8 @@ def peak_seconds(config: run.Config) -> float | None:
     if (peak := peak_of(jax.devices()[0].device_kind)) is None:
         return None
     source = config.data.source_length if config.model.encoder_layers else 0
-    return (
-        model_flops.training(config.model, config.data.batch_size, config.data.length, source).total / peak / jax.device_count()
-    )
+    flops = model_flops.training(config.model, config.data.batch_size, config.data.length, source).total
+    return flops / peak / jax.device_count()
 
 
 def first_step(lock: Lock, restored: Any, steps: int) -> int:
