@@ -4,7 +4,7 @@
 
 The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 per token: as many active parameters,
 and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. Validation loss 4.28 to 4.32, as
-rounding falls (the dense model's: 4.33); 4 min 18 s on 2 CPU cores, 6 min 20 s without the variable (README, "Speed").
+rounding falls (the dense model's: 4.33); 4 min 18 s on 2 CPU cores, 6 min 20 s without the variable (docs/performance.md).
 """
 
 import dataclasses
