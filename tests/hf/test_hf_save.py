@@ -127,7 +127,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 cfg = jf.presets.llama(vocab_size=67, d_model=16, n_layers=1, n_heads=2, d_ff=32, rope_layout="half")
 launch(lambda: jf.hf.save("out", cfg, tiny.drawn(cfg)))
 """
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root.parent), str(root)])
     variables = os.environ | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
     done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, env=variables)
