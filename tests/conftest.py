@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
         elif name.partition("::")[0] in fast and not item.get_closest_marker("slow"):
             item.add_marker("fast")
-    collected = {item.path.name for item in items}
-    skipped = {path.name for path in Path(__file__).parent.glob("test_*.py")} - collected
+    collected = {item.nodeid.partition("::")[0].removeprefix("tests/") for item in items}
+    here = Path(__file__).parent
+    skipped = {str(path.relative_to(here)) for path in here.rglob("test_*.py")} - collected
     unused = [pattern for pattern in unused if pattern.partition("::")[0] not in skipped]
     if unused and config.args == config.getini("testpaths"):
         raise pytest.UsageError(f"tests/tiers.txt: no test matches {', '.join(unused)}")

@@ -39,6 +39,7 @@ from jaxformer.training.failures import during, ignore_abandoned_saves
 from jaxformer.training.guard import Guard
 from jaxformer.training.records import validation_at
 from jaxformer.training.report import Report, placements, results, stopped
+from jaxformer.training.saving import due, profiled
 
 DEFAULT = shipped.FOLDER / "quickstart.py"
 
@@ -58,8 +59,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     corpus = data.load(config.data, tok or pretrained_tok, own_rows(mesh, config.data.batch_size))
     changes += suitable.check_data(config, corpus)
     config = agreed(config, corpus, mesh)
-    train = config.train
-    objective = run.make_objective(config)
+    train, objective = config.train, run.make_objective(config)
     fresh = functools.partial(run.initial_state, config)
     placement = make_placement(config, mesh, objective, abstract := jax.eval_shape(fresh))
     checkpoints = training.Checkpoints(directory / "checkpoints", train.keep_checkpoints)
@@ -68,16 +68,18 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     state = begin(placement, abstract, fresh, restored, read)
 
     began = time.perf_counter()
-    evaluation = placement.compile(training.make_evaluate(objective))
+    validate = make_validate(placement, objective, corpus)
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
     report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
     report.peak_seconds = peak_seconds(config)
     saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
-    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, placement.within():
+    tracing = profiled(train, directory, lambda line: report.console.print(line, soft_wrap=True, markup=False))
+    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, tracing as trace, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
-        batches = report.waiting(data.iterate(corpus.train, start))
+        batches, is_due = report.waiting(data.iterate(corpus.train, start)), due(train)
         for step in report.timed(range(start + 1, train.steps + 1)):
+            trace(step)
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
                 pretrained.write_run(directory, config, corpus)
@@ -86,22 +88,21 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
             if step % train.eval_every == 0 or step == train.steps:
                 report.pause()
                 current = placement.get_state(state)
-                params = training.ema_params(current.opt_state, current.params)
-                held_out = map(placement.put_evaluation, corpus.validation)
-                score = evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
+                params, score = validate(current)
                 report.validation(step, score)
-                with during(f"could not save step {step}", directory):
-                    checkpoints.save(current, score.get("loss"))
+                save(checkpoints, current, score.get("loss"))
                 report.draw()
                 if train.sample_tokens:
                     report.sample(step, *sample(params, config, corpus))
+            elif is_due(step):
+                report.settle()  # an update that failed is not saved
+                save(checkpoints, placement.get_state(state))
             if stop():
                 break
         report.settle()  # an update that failed is not saved
         current = placement.get_state(state)
-        with during(f"could not save step {int(current.step)}", directory):
-            checkpoints.save(current)  # does nothing unless training stopped between evaluations
-            checkpoints.wait()
+        save(checkpoints, current)  # does nothing unless training stopped between evaluations
+        checkpoints.wait()
         if is_done := int(current.step) == train.steps:
             score |= exact_match(current, config, corpus)
         best = checkpoints.best_step()
@@ -110,6 +111,25 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         return ending.STOPPED
     results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
     return ending.FINISHED
+
+
+def make_validate(placement: Placement, objective: training.Objective, corpus: data.Data) -> Callable:
+    """A function of a state: the parameters that stand for it (their running mean, where there is one), and their metrics over
+    the validation split."""
+    evaluation = placement.compile(training.make_evaluate(objective))
+
+    def validate(state: training.TrainState) -> tuple[Any, dict[str, float]]:
+        params = training.ema_params(state.opt_state, state.params)
+        held_out = map(placement.put_evaluation, corpus.validation)
+        return params, evaluate.validation(objective, evaluation, params, held_out, corpus.validation_bytes)
+
+    return validate
+
+
+def save(checkpoints: training.Checkpoints, state: training.TrainState, loss: float | None = None) -> None:
+    """Saves a state. What the operating system refuses is said in one line, with the step that was to be saved."""
+    with during(f"could not save step {int(state.step)}", checkpoints.directory.parent):
+        checkpoints.save(state, loss)
 
 
 def peak_seconds(config: run.Config) -> float | None:

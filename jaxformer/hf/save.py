@@ -17,13 +17,14 @@ from jaxformer.config import spec as specs
 from jaxformer.config.spec import Param
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
-from jaxformer.hf.hub import GENERATION
+from jaxformer.hf.hub import GENERATION, locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
 from jaxformer.hf.tensor_reader import sizes_of
 from jaxformer.nn import model, rope
 from jaxformer.tokenizers import tokenizer
+from jaxformer.tokenizers.json_files import read_json
 
 NOT_COMPARED = ("execution", "param_dtype", "init", "init_std", "scale_residual_init")
 """Fields that the numbers of a model with given parameters do not depend on."""
@@ -39,6 +40,7 @@ def save(
     *,
     tok: Any = None,
     generation: dict[str, Any] | None = None,
+    source: str | Path | None = None,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config.json and safetensors, in shards of at most ``shard_bytes`` with an index where there is more than one.
@@ -48,6 +50,8 @@ def save(
     known.
     generation: the fields of generation_config.json, such as several ids that end an output, ``{"eos_token_id": [1, 2]}``; no
     such file is written without any.
+    source: the folder or hub's id that the model was loaded from, which the config does not know. Its bos, eos and pad are then
+    written where there is no ``tok``, and its generation_config.json where there is no ``generation``.
 
     ``folder`` may exist, and hold anything but weights and other contents of the files that are written. All files are written
     beside their place and moved there when they are complete, config.json last; an error leaves nothing behind.
@@ -62,6 +66,9 @@ def save(
     if cfg.position == "rope" and cfg.rope_layout == "interleaved" and cfg.attention == "grouped":
         cfg, params = rope.to_halves(cfg, params)
     chosen, values = describe(cfg, family)
+    if source is not None:
+        ids, fields = _of_source(locate(source))
+        values, generation = values | ids, fields if generation is None else generation
     if tok is not None:
         if tok.vocab_size > cfg.vocab_size:
             raise ValueError(f"tok has {tok.vocab_size} ids, the model rows for {cfg.vocab_size}")
@@ -78,6 +85,13 @@ def save(
             if not free and (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
                 raise ValueError(f"{folder} holds another {file.name} already; choose another folder")
         _write_tensors(partial, chosen, cfg, params, shard_bytes)
+
+
+def _of_source(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The ids of a published folder's config.json, and the fields of its generation_config.json."""
+    config, path = read_json(folder / "config.json"), folder / GENERATION
+    names = [f"{name}_token_id" for name in TOKENS]
+    return {name: config[name] for name in names if name in config}, read_json(path) if path.is_file() else None
 
 
 def _folder(path: str | Path) -> Path:

@@ -44,13 +44,17 @@ def stopping(also: Callable[[], bool] = lambda: False) -> Iterator[Callable[[], 
     old = {number: signal.signal(number, ask) for number in numbers if number not in ignored}
     is_asked = lambda: bool(asked) or also()
     try:
-        yield is_asked if jax.process_count() == 1 else _anyone(is_asked)
+        yield anyone(is_asked)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
 
 
-def _anyone(is_asked: Callable[[], bool]) -> Callable[[], bool]:
+def anyone(is_asked: Callable[[], bool]) -> Callable[[], bool]:
+    """A function that every process calls once a step: whether ``is_asked()`` of any of them holds. All get the same answer at
+    the same step; with several, that of the step before, so that nobody waits for it."""
+    if jax.process_count() == 1:
+        return is_asked
     mesh = Mesh(np.asarray(jax.devices()), ("all",))
     each, all_ = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("all",), ()))
     any_ = jax.jit(lambda x: x.any(), out_shardings=all_)

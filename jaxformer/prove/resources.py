@@ -72,7 +72,9 @@ def on_disk(config: Config, checkpoint: int) -> Finding:
     """Room for the checkpoints that a run keeps: the newest, the best, and the one that is being written. checkpoint: bytes of
     one."""
     path = Path(config.run_dir)
-    kept = min(config.train.keep_checkpoints + 2, -(-config.train.steps // config.train.eval_every))
+    train = config.train
+    every = min(train.eval_every, train.save_every or train.eval_every, 1 if train.save_minutes else train.eval_every)
+    kept = min(train.keep_checkpoints + 2, -(-train.steps // every))
     needed = max(0, kept * checkpoint - disk_bytes(path / "checkpoints"))
     free = shutil.disk_usage(existing(path)).free
     said = f"{kept} checkpoints of {_size(checkpoint)} at a time; {_size(free)} are free"

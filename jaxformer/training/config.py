@@ -35,6 +35,13 @@ class TrainConfig(Strict):
     jaxformer.training.objective)."""
     eval_every: int = 250
     """Steps between evaluations; each also prints a sample and saves the state."""
+    save_every: int = 0
+    """Steps between saves beside those of evaluations; 0: none."""
+    save_minutes: float = 0.0
+    """Minutes after which the state is saved between evaluations; 0: never by time."""
+    profile: str = ""
+    """First and last step of which a trace is written to the run's directory profile/, such as 10:15, for XProf or TensorBoard
+    (xprof RUN/profile). Empty: none."""
     log_every: int = 10
     """Steps between records in metrics.jsonl."""
     keep_checkpoints: int = 2
@@ -71,13 +78,26 @@ class TrainConfig(Strict):
         super().__post_init__()
         counts = ("steps", "eval_every", "log_every", "keep_checkpoints", "microbatches", "loss_chunk")
         within(self, 1, math.inf, *counts, prefix="train.")
-        within(self, 0, math.inf, "max_skipped", "agree_every", prefix="train.")
+        within(self, 0, math.inf, "max_skipped", "agree_every", "save_every", "save_minutes", prefix="train.")
+        profiled_steps(self.profile, self.steps)
         within(self, 0, math.inf, "sample_tokens", "temperature", "mtp_weight", "z_loss", prefix="train.")
         within(self, 0, 1, "label_smoothing", prefix="train.")
         check_seed("train.seed", self.seed)
         if self.objective != NEXT_TOKEN and ":" not in self.objective:
             near = nearest(self.objective, [NEXT_TOKEN])
             raise ValueError(f"unknown train.objective {self.objective!r}{near} (or give 'package.module:name')")
+
+
+def profiled_steps(profile: str, steps: int) -> range:
+    """The steps that ``train.profile`` names. Raises ValueError for what is not two of them."""
+    if not profile:
+        return range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", profile)
+    if not match or not 1 <= int(match[1]) <= int(match[2]) <= steps:
+        raise ValueError(
+            f"train.profile={profile!r} must be the first and the last step to trace, such as 10:15, from 1 to {steps}"
+        )
+    return range(int(match[1]), int(match[2]) + 1)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxformer.tokenizers import tokenizer
 from jaxformer.training import evaluate, run
 from jaxformer.training.records import TIMINGS, records
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=1, n_heads=2)
 
 

@@ -21,7 +21,7 @@ from jaxformer.training import run
 from jaxformer.training.run import InitConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = "one two three, " * 60
 
 

@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.nn import model
 from jaxformer.training import run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.py"))
 
 

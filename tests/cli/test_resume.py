@@ -25,7 +25,7 @@ from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.records import TIMINGS
 from jaxformer.training.run_files import read_tokenizer, write_run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 CONFIGS = ("quickstart", "dates")
 KINDS = ("jit", "pmap")

@@ -23,7 +23,7 @@ from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from tests import states
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 
 

@@ -21,7 +21,7 @@ from jaxformer.training import run
 from jaxformer.training.migrate import migrated
 from jaxformer.training.records import TIMINGS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 FAST = ("dates", "moe_quickstart", "quickstart")
 RENAMED = {"model.experts.number": "model.experts.n-experts"}

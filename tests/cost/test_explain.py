@@ -25,7 +25,7 @@ from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PRESETS = {name: f() for name, f in jf.presets.WITH_SIZES.items()}
 
 

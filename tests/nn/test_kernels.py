@@ -262,7 +262,7 @@ def test_whole_models_by_splash(form):
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
     assert select.table() in page
 
 

@@ -17,7 +17,7 @@ from jaxformer.prove import resume, states
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.py")
 TINY = {
     "model.vocab-size": 300,

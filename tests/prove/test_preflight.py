@@ -20,7 +20,7 @@ from jaxformer.prove.show_batch import shown
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODEL = jf.presets.llama(vocab_size=3, d_model=16, n_layers=2, n_heads=2, max_length=16)
 TEXT = "one two three, " * 60
 

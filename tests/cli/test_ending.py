@@ -25,7 +25,7 @@ from jaxformer.training.console import RunConsole
 from jaxformer.training.records import TIMINGS
 from jaxformer.training.report import results
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 

@@ -13,7 +13,7 @@ import jaxformer as jf
 from jaxformer.cli import program
 from jaxformer.training import run, shipped
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

@@ -18,7 +18,7 @@ from jaxformer.tokenizers import disk_cache, tokenizer
 from jaxformer.tokenizers.json_files import read_json
 from jaxformer.training import run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MARK = b"\xef\xbb\xbf"
 
 

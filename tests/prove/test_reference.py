@@ -13,7 +13,7 @@ from jaxformer.prove import reference
 from jaxformer.training import run
 from jaxformer.training.report import Report
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CORPUS = SimpleNamespace(tokenizer=SimpleNamespace(content_hash="t"), content_hash="c")
 MODEL = jf.presets.llama(vocab_size=67, d_model=16, n_layers=1, n_heads=2)
 LOSSES = tuple(5.0 - 0.1 * number for number in range(reference.STEPS))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxformer.cli import program_cache
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size", "jax_persistent_cache_min_compile_time_secs")
 
 

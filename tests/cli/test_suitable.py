@@ -16,7 +16,7 @@ from jaxformer.data import DataConfig, load
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 300, "d_model": 16, "n_layers": 1, "n_heads": 2}
 LEARNED = {"position": "learned", "max_length": 8}
 

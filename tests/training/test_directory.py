@@ -19,7 +19,7 @@ from jaxformer.training import run
 from jaxformer.training.directory import LOCK, expanded, locked
 from jaxformer.training.failures import Failed, during
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODEL = jf.presets.llama(vocab_size=259, d_model=16, n_layers=1, n_heads=2)
 
 
@@ -272,6 +272,6 @@ def test_other_errors_pass(error, tmp_path):
 def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        run.parse([str(Path(__file__).parent.parent / "configs" / "quickstart.py"), f"--run-dir={path}"], Path("unused.py"))
+        run.parse([str(Path(__file__).parents[2] / "configs" / "quickstart.py"), f"--run-dir={path}"], Path("unused.py"))
     assert f"error: --run-dir {path}: a run cannot be written to a remote path; give a local" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

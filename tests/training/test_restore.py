@@ -125,7 +125,7 @@ print(jax.device_count(), state and digest(state))
 def test_saved_over_four_devices_read_where_those_do_not_exist(tmp_path, devices):
     """A process with fewer devices: in this one all eight always exist."""
     save(tmp_path, spread(at(3), 4))
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(root)}
     command = [sys.executable, "-c", READER, str(tmp_path)]

@@ -25,7 +25,7 @@ from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.records import TIMINGS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 TINY = {
     "model.vocab-size": 300,

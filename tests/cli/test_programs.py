@@ -15,7 +15,7 @@ from jaxformer.cli.launch import launch
 from jaxformer.cost import command, table
 from jaxformer.tokenizers import disk_cache, tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = """
 import jaxformer as jf
 model = jf.presets.llama(vocab_size=64, d_model=16, n_layers=1, n_heads=2, max_length=32)

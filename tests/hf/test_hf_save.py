@@ -127,7 +127,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 cfg = jf.presets.llama(vocab_size=67, d_model=16, n_layers=1, n_heads=2, d_ff=32, rope_layout="half")
 launch(lambda: jf.hf.save("out", cfg, tiny.drawn(cfg)))
 """
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root.parent), str(root)])
     variables = os.environ | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "0"}
     done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, env=variables)
@@ -211,3 +211,18 @@ def test_an_import_that_fails_leaves_no_run(folder, here, monkeypatch):
     with pytest.raises(OSError, match="imported cannot be written: full"):
         commands.import_(str(folder), Path("imported"))
     assert names(here) == before
+
+
+def test_what_a_folder_says_of_its_ids_is_written_again_on_request(tmp_path):
+    config, tensors, _ = weights.load("llama")
+    published.folder(
+        tmp_path / "source", "llama", config=config | {"bos_token_id": 7, "eos_token_id": [8, 9], "pad_token_id": 6}
+    )
+    (tmp_path / "source" / "generation_config.json").write_text('{"eos_token_id": [8, 9], "top_k": 5}')
+    cfg, params = jf.hf.load(tmp_path / "source")
+    for name, options in (("plain", {}), ("same", {"source": tmp_path / "source"})):
+        jf.hf.save(tmp_path / name, cfg, params, **options)
+    read = lambda name, file="config.json": json.loads((tmp_path / name / file).read_text())
+    ids = lambda name: [read(name)[f"{token}_token_id"] for token in ("bos", "eos", "pad")]
+    assert ids("plain") == [None] * 3 and not (tmp_path / "plain" / "generation_config.json").exists()
+    assert ids("same") == [7, [8, 9], 6] and read("same", "generation_config.json") == {"eos_token_id": [8, 9], "top_k": 5}
