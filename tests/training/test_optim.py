@@ -241,7 +241,7 @@ def no_optimizer(optim, cfg, steps):
 
 def test_a_users_optimizer_by_its_import_path():
     params = tiny.drawn(SMALL)
-    found, _ = trained(optimizer(jf.OptimConfig("tests.test_optim:users", lr=0.5), SMALL, 10), params, steps=1)
+    found, _ = trained(optimizer(jf.OptimConfig("tests.training.test_optim:users", lr=0.5), SMALL, 10), params, steps=1)
     expected = jax.tree.map(lambda p, g: p - 7.0 * g, params, gradients(params, 0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
@@ -249,10 +249,10 @@ def test_a_users_optimizer_by_its_import_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tests.test_optim:user", "has no 'user'; did you mean 'users'"),
+        ("tests.training.test_optim:user", "has no 'user'; did you mean 'users'"),
         ("tests.no_such_module:users", "cannot import 'tests.no_such_module'"),
-        ("tests.test_optim:NAMES", r"must be a function \(optim, cfg, steps\), not tuple"),
-        ("tests.test_optim:no_optimizer", "gave float, not an optax.GradientTransformation"),
+        ("tests.training.test_optim:NAMES", r"must be a function \(optim, cfg, steps\), not tuple"),
+        ("tests.training.test_optim:no_optimizer", "gave float, not an optax.GradientTransformation"),
     ],
 )
 def test_a_path_that_leads_to_no_optimizer_is_refused(name, message):
@@ -274,7 +274,7 @@ def test_an_unknown_optimizer_names_the_nearest():
         ("adamw", "muon_beta", 0.9, "muon"),
         ("adamw", "muon_rms", 0.0, "muon"),
         ("muon", "mup_base", 64, "adamw, lion"),
-        ("tests.test_optim:users", "mup_base", 64, "adamw, lion"),
+        ("tests.training.test_optim:users", "mup_base", 64, "adamw, lion"),
     ],
 )
 def test_a_field_without_effect_is_refused(name, field, value, users):
