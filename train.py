@@ -5,9 +5,9 @@ The program itself is ``jaxformer.cli.train``; the installed command ``jaxformer
 
 import sys
 
-from jaxformer.cli.train import DEFAULT, launch, main, make_placement
+from jaxformer.cli.train import launch, main
 
-__all__ = ["DEFAULT", "launch", "main", "make_placement"]
+__all__ = ["launch", "main"]
 
 if __name__ == "__main__":
     launch(sys.argv[1:])

@@ -27,9 +27,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":  # what Python itself looks for in a module
         raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
-    if os.path.isdir(
-        os.path.join(os.path.dirname(__file__), name)
-    ):  # a room: the files of another, which ask for it, need no more
+    # A room: a file of the package that imports it needs no more than that room.
+    if os.path.isdir(os.path.join(os.path.dirname(__file__), name)):
         return importlib.import_module(f"jaxformer.{name}")
     return getattr(importlib.import_module("jaxformer.api"), name)
 

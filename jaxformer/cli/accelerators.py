@@ -1,4 +1,4 @@
-"""Whether an accelerator of this machine is left unused for want of an extra."""
+"""Whether an accelerator of this machine is not used because an extra is not installed."""
 
 import shutil
 from pathlib import Path

@@ -43,7 +43,7 @@ class Options(Strict):
     """Tokens from the start of one window to that of the next, below the length. Default: half the length. The smaller it is,
     the more context a token has, and the longer it takes."""
     batch_size: int = 8
-    """Windows at a time."""
+    """Number of windows that are scored together."""
     json: bool = False
     """Print JSON instead of a table."""
     trust: bool = dataclasses.field(default=False, repr=False)
@@ -84,11 +84,9 @@ def windows(count: int, length: int, stride: int) -> Iterator[tuple[int, int, in
         start, first = start + stride, end
 
 
-def score(
-    params: Any, cfg: ModelConfig, ids: Sequence[int], length: int, stride: int, batch_size: int = 8
-) -> tuple[float, np.ndarray]:
-    """The sum of the log-probabilities of ``ids`` but the first, float64, and each of them, float32 [len(ids)], 0 at the
-    first, in nats; in windows of at most ``length`` tokens."""
+def score(params: Any, cfg: ModelConfig, ids: Sequence[int], length: int, stride: int, batch_size: int = 8) -> np.ndarray:
+    """The log-probability in nats of each of ``ids``, float32 [len(ids)], 0 for the first; in windows of at most ``length``
+    tokens."""
     every, run = np.asarray(ids, np.int32), jax.jit(logprobs)
     logprobs_T, parts = np.zeros(len(ids), np.float32), list(windows(len(ids), length, stride))
     width = min(length, len(ids))
@@ -100,7 +98,7 @@ def score(
         scored = np.asarray(run(params, tokens, cfg, valid=valid))
         for row, (start, first, end) in enumerate(rows):
             logprobs_T[first:end] = scored[row, first - start : end - start]
-    return float(logprobs_T.sum(dtype=np.float64)), logprobs_T
+    return logprobs_T
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,8 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
     scores = {}
     for name, text in texts.items():
         ids = [begins, *tok.encode(text)]
-        total, _ = score(params, cfg, ids, length, stride, options.batch_size)
-        scores[name] = Score(len(ids) - 1, len(text.encode()), -total)
+        each = score(params, cfg, ids, length, stride, options.batch_size)
+        scores[name] = Score(len(ids) - 1, len(text.encode()), -float(each.sum(dtype=np.float64)))
     if len(scores) > 1:
         sums = (sum(getattr(score, field.name) for score in scores.values()) for field in dataclasses.fields(Score))
         scores["all files"] = Score(*sums)

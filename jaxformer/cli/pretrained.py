@@ -22,7 +22,7 @@ from jaxformer.nn import model
 from jaxformer.parallel import multihost
 from jaxformer.tokenizers import tokenizer
 from jaxformer.tokenizers.json_files import read_json
-from jaxformer.training import run
+from jaxformer.training import run, shipped
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.digest import summaries
 from jaxformer.training.directory import beginning
@@ -58,7 +58,8 @@ def _require_run(path: Path) -> None:
     if difflib.get_close_matches(path.name, there):
         return  # a misspelt name: ``locate`` says which one is meant
     runs = f" Runs that exist: {', '.join(str(path.parent / name) for name in there[:3])}." if there else ""
-    raise FileNotFoundError(f"there is no run in {path}.{runs} To train it: uv run train.py configs/{path.name}.py")
+    train = f" To train it: uv run train.py configs/{path.name}.py" if path.name in shipped.names() else ""
+    raise FileNotFoundError(f"there is no run in {path}.{runs}{train}")
 
 
 def ends(where: str | Path, tok: Any) -> tuple[int, ...]:

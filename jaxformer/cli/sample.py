@@ -282,9 +282,9 @@ def main(arguments: list[str] | None = None) -> None:
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
     program_cache.enable()
-    writer = Writer(options := options.with_files())
     if warning := accelerators.missing_extra("python -m jaxformer.sample"):
         print(warning, file=sys.stderr)
+    writer = Writer(options := options.with_files())
     if options.file is not None:
         write_all(writer)
     elif options.interactive:

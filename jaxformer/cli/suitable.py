@@ -19,7 +19,7 @@ PADDING = 128
 
 
 def check(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError for a model that the data does not fit, or next-token training makes no sense of, and for one that is
+    """Raises ValueError for a model that the data does not fit, or that next-token training cannot use, and for one that is
     larger than the memory."""
     if config.data.task in TASKS and config.train.objective == NEXT_TOKEN:
         _check_model(config)

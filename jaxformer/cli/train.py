@@ -71,11 +71,11 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     validate = make_validate(placement, objective, corpus)
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
-    report = Report(directory, start, train.steps, train.log_every, guard.fetch, watch(config, corpus, start))
-    report.peak_seconds = peak_seconds(config)
+    first_losses = watch(config, corpus, start)
+    report = Report(directory, start, train.steps, train.log_every, guard.fetch, first_losses, peak_seconds(config))
     saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
-    tracing = profiled(train, directory, lambda line: report.console.print(line, soft_wrap=True, markup=False))
-    with saving, checkpoints, report, stopping(lambda: report.console.is_lost) as stop, tracing as trace, placement.within():
+    stopped_by = stopping(lambda: report.console.is_lost)
+    with saving, checkpoints, report, stopped_by as stop, profiled(train, report) as trace, placement.within():
         announce(report.console, config, mesh, corpus.summary, changes, start)
         batches, is_due = report.waiting(data.iterate(corpus.train, start)), due(train)
         for step in report.timed(range(start + 1, train.steps + 1)):
@@ -213,7 +213,7 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
-    if peak_seconds(config) is None:
+    if peak_of(jax.devices()[0].device_kind) is None:
         console.print(f"MFU is not shown: unknown peak of {jax.devices()[0].device_kind}")
     if start:
         console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)

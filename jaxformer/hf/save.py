@@ -17,7 +17,7 @@ from jaxformer.config import spec as specs
 from jaxformer.config.spec import Param
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
-from jaxformer.hf.hub import GENERATION, locate
+from jaxformer.hf.hub import GENERATION, generation_config, locate
 from jaxformer.hf.layout import Source
 from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
@@ -67,8 +67,9 @@ def save(
         cfg, params = rope.to_halves(cfg, params)
     chosen, values = describe(cfg, family)
     if source is not None:
-        ids, fields = _of_source(locate(source))
-        values, generation = values | ids, fields if generation is None else generation
+        known = read_json((loaded := locate(source)) / "config.json")
+        values |= {name: known[name] for name in (f"{token}_token_id" for token in TOKENS) if name in known}
+        generation = generation_config(loaded) if generation is None else generation
     if tok is not None:
         if tok.vocab_size > cfg.vocab_size:
             raise ValueError(f"tok has {tok.vocab_size} ids, the model rows for {cfg.vocab_size}")
@@ -85,13 +86,6 @@ def save(
             if not free and (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
                 raise ValueError(f"{folder} holds another {file.name} already; choose another folder")
         _write_tensors(partial, chosen, cfg, params, shard_bytes)
-
-
-def _of_source(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The ids of a published folder's config.json, and the fields of its generation_config.json."""
-    config, path = read_json(folder / "config.json"), folder / GENERATION
-    names = [f"{name}_token_id" for name in TOKENS]
-    return {name: config[name] for name in names if name in config}, read_json(path) if path.is_file() else None
 
 
 def _folder(path: str | Path) -> Path:

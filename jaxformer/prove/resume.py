@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ class Options(Strict):
     steps: int = 10
     """N: updates before the kill, and after it."""
     script: Path | None = None
-    """The train.py to run. Default: the one beside the package, else the one in the current folder."""
+    """A training script of your own to run. Default: the command jaxformer train."""
     then_mesh: MeshConfig = field(default_factory=MeshConfig)
     """Mesh of the second half, if it is to be another than that of --mesh."""
     then_processes: int = 1
@@ -67,7 +68,8 @@ class Options(Strict):
 class Trainer:
     """How train.py is started."""
 
-    script: Path
+    program: tuple[str, ...]
+    """The words after the name of the Python interpreter: the command ``jaxformer train``, or a script."""
     config: str
     """The config file."""
     flags: tuple[str, ...]
@@ -105,19 +107,10 @@ def parse(arguments: list[str]) -> tuple[Options, Trainer]:
     fixed = steps | {"train.log-every": 1, "train.sample-tokens": 0}
     environment = os.environ | {"COLUMNS": "1000"} | ({"JAX_PLATFORMS": "cpu"} if options.then_processes > 1 else {})
     every = (*flags, *(str(word) for name, value in fixed.items() for word in (f"--{name}", value)))
-    return options, Trainer(find_script(options.script), arguments[0], every, environment)
-
-
-def find_script(chosen: Path | None) -> Path:
-    """train.py, which is no part of the package. Raises FileNotFoundError where there is none."""
-    beside = Path(__file__).parents[2] / "train.py"
-    candidates = [chosen] if chosen else [beside, Path("train.py")]
-    script = next((path for path in candidates if path.is_file()), None)
-    if script is None:
-        raise FileNotFoundError(
-            f"no {' or '.join(map(str, candidates))}: give the train.py that trains this config as --script"
-        )
-    return script.absolute()
+    if options.script and not options.script.is_file():
+        raise FileNotFoundError(f"no {options.script}: give the train.py that trains this config as --script")
+    program = (str(options.script.absolute()),) if options.script else ("-m", "jaxformer", "train")
+    return options, Trainer(program, arguments[0], every, environment)
 
 
 def main(arguments: list[str]) -> int:
@@ -130,7 +123,7 @@ def main(arguments: list[str]) -> int:
         console.print(f"{2 * options.steps} updates in one go ...")
         _ended(
             trainer,
-            trainer.start(str(trainer.script), *trainer.arguments(undisturbed), log=folder / "whole.log"),
+            trainer.start(*trainer.program, *trainer.arguments(undisturbed), log=folder / "whole.log"),
             "whole",
             folder,
         )
@@ -157,13 +150,13 @@ def _ended(trainer: Trainer, process: subprocess.Popen, name: str, folder: Path)
         raise
     out = (folder / f"{name}.log").read_text(errors="replace")
     if code:
-        raise ValueError(f"{trainer.script} ended with exit code {code}:\n{out[-2000:].strip()}")
+        raise ValueError(f"{' '.join(trainer.program)} ended with exit code {code}:\n{out[-2000:].strip()}")
     return out
 
 
 def _kill(trainer: Trainer, directory: Path, steps: int, folder: Path) -> dict[str, np.ndarray]:
     """Kills a run once it has saved ``steps`` updates; what it saved."""
-    process = trainer.start(str(trainer.script), *trainer.arguments(directory), log=folder / "killed.log")
+    process = trainer.start(*trainer.program, *trainer.arguments(directory), log=folder / "killed.log")
     path = directory / "checkpoints"
     while not (path / str(steps)).exists() and process.poll() is None:
         time.sleep(0.002)
@@ -188,7 +181,7 @@ def state_of(directory: Path, step: int) -> dict[str, np.ndarray]:
 
 def _resume(options: Options, trainer: Trainer, directory: Path, folder: Path) -> None:
     """The second half. Raises ValueError unless it begins from the first."""
-    outputs = _second_half(options, trainer, directory, folder, "resumed", str(trainer.script))
+    outputs = _second_half(options, trainer, directory, folder, "resumed", *trainer.program)
     if f"resuming from step {options.steps} " not in " ".join(outputs[0].split()):
         raise ValueError(f"the run did not resume from step {options.steps}:\n{outputs[0][-2000:].strip()}")
 
@@ -219,7 +212,7 @@ def _restored_elsewhere(
 ) -> bool:
     """Whether the state that was saved is, to the bit, the one that the devices of the second half begin with."""
     out = folder / "restored.json"
-    _second_half(options, trainer, directory, folder, "restored", "-c", RESTORED, str(trainer.script), str(out))
+    _second_half(options, trainer, directory, folder, "restored", "-c", RESTORED, str(options.script or ""), str(out))
     restored = json.loads(out.read_text())
     wrong = [name for name, array in saved.items() if restored.get(name) != states.digest(array)]
     if wrong:
@@ -231,10 +224,7 @@ def _restored_elsewhere(
 
 def write_restored(script: str, out: str, *arguments: str) -> None:
     """In a process of its own: writes the digest of every leaf of the state that train.py would begin with."""
-    loader = importlib.util.spec_from_file_location("train", script)
-    assert loader and loader.loader
-    train = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(train)
+    train = _module(script) if script else importlib.import_module("jaxformer.cli.train")  # what the command runs
     asked = run.parse(list(arguments), train.DEFAULT).config
     with multihost.joined(asked.distributed):
         directory = Path(asked.run_dir)
@@ -246,6 +236,14 @@ def write_restored(script: str, out: str, *arguments: str) -> None:
             leaves = states.leaves(placement.get_state(placement.put_state(state)))
         if multihost.first():
             Path(out).write_text(json.dumps({name: states.digest(array) for name, array in leaves.items()}))
+
+
+def _module(script: str) -> ModuleType:
+    loader = importlib.util.spec_from_file_location("train", script)
+    assert loader and loader.loader
+    module = importlib.util.module_from_spec(loader)
+    loader.loader.exec_module(module)
+    return module
 
 
 def _compare(options: Options, undisturbed: Path, killed: Path, console: Console) -> bool:

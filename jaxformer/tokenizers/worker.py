@@ -27,7 +27,7 @@ def render(template: str, values: dict[str, Any]) -> str:
         text = compiled.render(values)
     except MemoryError:
         raise
-    except Exception as error:  # raised by a program that we know nothing of: whatever it is, this conversation has no text
+    except Exception as error:  # a template may raise anything; this conversation then has no text
         raise ValueError(f"the chat template: {error}") from error
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"the chat template: it writes {len(text):,} characters, more than {LONGEST_TEXT:,}")
@@ -41,7 +41,7 @@ def _compiled(template: str) -> Any:
         return environment.from_string(template)
     except MemoryError:
         raise
-    except Exception as error:  # jinja2's errors, and whatever its constant folding raises
+    except Exception as error:  # jinja2's errors, and those of its constant folding
         raise ValueError(f"the chat template cannot be read: {error}") from error
 
 
@@ -88,7 +88,7 @@ def check_tokenizer(data: bytes) -> str:
         tok: Any = tokenizers.Tokenizer.from_buffer(data)
     except MemoryError:
         raise
-    except Exception as error:  # tokenizers raises whatever its parsers raise
+    except Exception as error:  # tokenizers passes on the errors of its parsers
         raise ValueError(f"not a complete Hugging Face tokenizer: {error}") from error
     tok.no_truncation()
     tok.no_padding()

@@ -36,12 +36,12 @@ class TrainConfig(Strict):
     eval_every: int = 250
     """Steps between evaluations; each also prints a sample and saves the state."""
     save_every: int = 0
-    """Steps between saves beside those of evaluations; 0: none."""
+    """Number of steps between saves, in addition to those after evaluations. 0: save after evaluations only."""
     save_minutes: float = 0.0
-    """Minutes after which the state is saved between evaluations; 0: never by time."""
+    """Minutes after the last save between evaluations at which the state is saved again. 0: never by time."""
     profile: str = ""
-    """First and last step of which a trace is written to the run's directory profile/, such as 10:15, for XProf or TensorBoard
-    (xprof RUN/profile). Empty: none."""
+    """First and last step to trace, such as 10:15. The trace is written to profile/ in the run's directory, for XProf (xprof
+    RUN/profile) or TensorBoard. Empty: no trace."""
     log_every: int = 10
     """Steps between records in metrics.jsonl."""
     keep_checkpoints: int = 2

@@ -1,4 +1,4 @@
-"""What a program prints: texts as they are, on any console, and while somebody reads them."""
+"""Printing: text as it is, on any console; a closed or full output does not end the program."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from rich.logging import RichHandler
 
 class RunConsole(Console):
     """A console that takes no text for markup or emoji: paths, prompts, samples and names of metrics may hold brackets and
-    colons. It survives its output: when that is closed or full, ``is_lost`` is set, and the rest goes nowhere."""
+    colons. It survives its output: when that is closed or full, ``is_lost`` is set, and the rest is dropped."""
 
     def __init__(self, quiet: bool = False):
         self._output = _Output()
@@ -23,7 +23,7 @@ class RunConsole(Console):
 
 
 class _Output:
-    """Whatever standard output is at the time, without its errors."""
+    """The standard output of the moment, without its errors."""
 
     def __init__(self):
         self.is_lost = False

@@ -3,7 +3,7 @@ its numbers are finite.
 
 A digest is the sum mod 2^32 of one integer for each element, made of the element's bits and its index by a function that can be
 inverted for every index. Integers add up to the same sum in any order, so it is the same on every mesh; a change of one element
-always changes it, and any other change goes unnoticed with probability 2^-32.
+always changes it, and any other change remains unnoticed with probability 2^-32.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def summaries(tree: Any) -> dict[str, Summary]:
 
 
 def path_name(path: Any) -> str:
-    """A path of ``jax.tree_util`` as names with dots, whatever the types of the nodes: decoder.layers.mlp.down."""
+    """A path of ``jax.tree_util`` as names with dots, for nodes of any type: decoder.layers.mlp.down."""
     return ".".join(str(next(getattr(entry, a) for a in ("key", "name", "idx") if hasattr(entry, a))) for entry in path)
 
 

@@ -26,7 +26,8 @@ PLAIN_EVERY = 10.0
 class Report:
     """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. ``fetch(step, metrics)`` gives
     metrics as floats, and raises FloatingPointError where they are to stop the run. ``watch`` is called with every update and
-    its loss, and gives a line to print or "". With several processes, only the first prints and writes anything.
+    its loss, and gives a line to print or "". ``peak_seconds``: what an update takes at the peak of the devices, for MFU; None:
+    unknown. With several processes, only the first prints and writes anything.
 
     Nothing is written before the first update: then records after ``start`` (of updates that a crash has undone) are dropped.
     """
@@ -39,6 +40,7 @@ class Report:
         log_every: int,
         fetch: Callable[[int, Any], dict[str, float]],
         watch: Callable[[int, float], str] = lambda step, loss: "",
+        peak_seconds: float | None = None,
     ):
         self._writes = multihost.first()
         self.directory, self.console = directory, RunConsole(quiet=not self._writes)
@@ -51,7 +53,7 @@ class Report:
         self._since: float | None = None
         self._spent, self._tokens, self._first, self._last_plain = 0.0, 0.0, start, -math.inf
         self._waited, self._updates = 0.0, 0
-        self.peak_seconds: float | None = None  # of an update at the devices' peak; None: unknown
+        self._peak_seconds = peak_seconds
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -131,8 +133,8 @@ class Report:
         shown = f"loss {metrics['loss']:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
         self._bar.update(self._task, completed=step, shown=shown)
         timings = {"tokens_per_second": speed, "waiting_for_data": self._waited / seconds} if speed else {}
-        if speed and self.peak_seconds is not None:
-            timings["mfu"] = self._updates * self.peak_seconds / seconds
+        if speed and self._peak_seconds is not None:
+            timings["mfu"] = self._updates * self._peak_seconds / seconds
         if step % self._log_every == 0:
             self._write(step, "train", metrics | timings)
         if line := self._watch(step, metrics["loss"]):

@@ -3,37 +3,37 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import jax
 
 from jaxformer.parallel import multihost
 from jaxformer.parallel.ending import anyone
 from jaxformer.training.config import TrainConfig, profiled_steps
+from jaxformer.training.report import Report
 
 
 def due(train: TrainConfig) -> Callable[[int], bool]:
     """A function that every process calls after each update without an evaluation: whether to save, by ``train.save_every`` or
     by the clock of any of them."""
-    saved = time.monotonic()
+    saved, just_saved = time.monotonic(), False
     is_late = anyone(lambda: time.monotonic() - saved >= 60 * train.save_minutes)
 
     def is_due(step: int) -> bool:
-        nonlocal saved
+        nonlocal saved, just_saved
         late = train.save_minutes > 0 and is_late()
-        if not late and not (train.save_every and step % train.save_every == 0):
-            return False
-        saved = time.monotonic()
-        return True
+        # Several processes get an answer one call late: the one after a save was given before it.
+        just_saved = (late and not just_saved) or bool(train.save_every and step % train.save_every == 0)
+        saved = time.monotonic() if just_saved else saved
+        return just_saved
 
     return is_due
 
 
 @contextlib.contextmanager
-def profiled(train: TrainConfig, directory: Path, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """A function to be called before the update of each step: it traces the steps that ``train.profile`` names, in the first
-    process. A trace ends with the block at the latest. say: what a line is printed with."""
-    steps, target = profiled_steps(train.profile, train.steps), directory / "profile"
+def profiled(train: TrainConfig, report: Report) -> Iterator[Callable[[int], None]]:
+    """A function to be called before the update of each step: it traces those of the steps that ``train.profile`` names which
+    are still to come, in the first process. A trace ends with the block at the latest."""
+    steps, target = profiled_steps(train.profile, train.steps), report.directory / "profile"
     is_tracing = False
 
     def stop() -> None:
@@ -41,13 +41,14 @@ def profiled(train: TrainConfig, directory: Path, say: Callable[[str], None]) ->
         if is_tracing:
             is_tracing = False
             jax.profiler.stop_trace()
-            say(f"trace of steps {steps[0]} to {steps[-1]} in {target}: look at it with xprof {target}")
+            report.console.print(f"trace in {target}: look at it with xprof {target}", soft_wrap=True)
 
     def before(step: int) -> None:
         nonlocal is_tracing
-        if steps and step == steps[-1] + 1:
+        if is_tracing and step not in steps:
+            report.settle()  # waits for the last of the steps, which has only been dispatched
             stop()
-        if steps and step == steps[0] and multihost.first():
+        if not is_tracing and step in steps and multihost.first():
             jax.profiler.start_trace(target)
             is_tracing = True
 

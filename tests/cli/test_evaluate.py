@@ -62,16 +62,15 @@ def test_scores_are_those_of_a_plain_loop(trained, length, stride, batch_size):
     _, cfg, params, tok = trained
     ids = [tok.bos_id if tok.bos_id >= 0 else tok.eos_id, *tok.encode(TEXT)]
     expected = by_hand(params, cfg, ids, length, stride)
-    total, found = evaluate.score(params, cfg, ids, length, stride, batch_size)
+    found = evaluate.score(params, cfg, ids, length, stride, batch_size)
     assert np.std(expected) > 0.1 and found[0] == 0
     np.testing.assert_allclose(found[1:], expected, atol=2e-5)  # float32 sums in another order
-    assert total == pytest.approx(expected.sum(), abs=1e-3)
 
 
 def test_less_context_is_another_score(trained):
     _, cfg, params, tok = trained
     ids = [tok.eos_id, *tok.encode(TEXT)]
-    assert abs(evaluate.score(params, cfg, ids, 24, 12)[0] - evaluate.score(params, cfg, ids, 2, 1)[0]) > 0.1
+    assert abs((evaluate.score(params, cfg, ids, 24, 12) - evaluate.score(params, cfg, ids, 2, 1)).sum()) > 0.1
 
 
 def test_the_command(trained, tmp_path, capsys):

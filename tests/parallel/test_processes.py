@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -24,26 +23,11 @@ from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.records import TIMINGS
+from tests.kills import FIELDS, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-TINY = {
-    "model.vocab-size": 300,
-    "model.d-model": 16,
-    "model.n-layers": 1,
-    "model.n-heads": 4,
-    "model.n-kv-heads": 2,
-    "model.d-ff": 32,
-    "model.residual-dropout": 0.1,
-    "data.vocab-size": 300,
-    "data.length": 16,
-    "data.batch-size": 8,
-    "data.validation-rows": 8,
-    "train.steps": STEPS,
-    "train.eval-every": 3,
-    "train.log-every": 1,
-    "train.sample-tokens": 0,
-}
+TINY = FIELDS | {"train.steps": STEPS, "train.sample-tokens": 0}
 
 # Runs train.py in a process that keeps which rows it made, and does something to itself after the update of one step.
 DRIVER = """
@@ -103,9 +87,7 @@ class Runs:
     """Starts train.py in processes of one run, some devices each."""
 
     def __init__(self, folder: Path):
-        self.folder, self.text = folder, folder / "text.txt"
-        rng, words = random.Random(0), ["def", "return", "if", "else", "for", "while", "in", "not", "self", "value", "name"]
-        self.text.write_text("\n".join(" ".join(rng.choices(words, k=8)) for _ in range(200)))
+        self.folder, self.text = folder, write_text(folder)
 
     def start(self, name: str, processes: int, devices: int = 1, does=(None, 0, ""), each=None, **changes) -> list[Ended]:
         """does: which process something happens to, the step after whose update it does, and what. each: fields of one."""

@@ -48,7 +48,7 @@ def test_flags_that_are_not_its_own_go_to_train():
     flags = ["--optim.lr", "0.5", "--steps", "7", "--model.d-model", "96", "--then-mesh.fsdp", "2"]
     options, trainer = resume.parse([CONFIG, *flags])
     assert options.steps == 7 and options.then_mesh.fsdp == 2 and options.elsewhere
-    assert trainer.script == ROOT / "train.py"
+    assert trainer.program == ("-m", "jaxformer", "train")
     asked = run.parse(trainer.arguments(Path("here")), Path()).config
     assert (asked.optim.lr, asked.model.d_model, asked.run_dir) == (0.5, 96, "here")
     assert (asked.train.steps, asked.train.eval_every, asked.train.log_every) == (14, 7, 1)

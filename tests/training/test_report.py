@@ -206,8 +206,7 @@ def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
             now[0] += 3.0
             yield {}
 
-    with report(tmp_path) as shown:
-        shown.peak_seconds = 1.0
+    with Report(tmp_path, 0, 6, 1, lambda step, metrics: dict(metrics), peak_seconds=1.0) as shown:
         batches = shown.waiting(slow())
         for step in shown.timed(range(1, 7)):
             next(batches)
