@@ -89,7 +89,7 @@ def contestants(model, cfg: jf.ModelConfig, params: dict, prompts: np.ndarray) -
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that every core together reads and writes in copies of 256 MiB: the best of ten."""
+    """Bytes per second that every core together reads and writes in copies of 256 MiB: the best of ten."""
     import os
 
     cores = os.cpu_count() or 1

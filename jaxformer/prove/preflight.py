@@ -143,7 +143,7 @@ def start(config: run.Config, loss: float) -> Finding:
         return Finding(FAILED, subject, f"it is {loss}")
     if config.train.objective != NEXT_TOKEN:
         return Finding(OK, subject, f"{loss:.3f}; what it should be is known for the objective next_token only")
-    known = f"{loss:.3f} nats a token; ln V is {chance:.3f}"
+    known = f"{loss:.3f} nats per token; ln V is {chance:.3f}"
     if config.init.folder is not None:
         is_better = loss < chance
         why = "" if is_better else f": {config.init.folder} does no better than chance on this text; does the tokenizer fit?"
