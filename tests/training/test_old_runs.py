@@ -31,7 +31,8 @@ RENAMED = {"model.experts.number": "model.experts.n-experts"}
 def folder(tmp_path_factory):
     unpacked = tmp_path_factory.mktemp("runs_before")
     with tarfile.open(ROOT / "tests" / "runs_before.tar.xz") as archive:
-        archive.extractall(unpacked, filter="data")
+        known = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and later
+        archive.extractall(unpacked, **known)
     return unpacked
 
 
