@@ -105,7 +105,7 @@ def test_a_program_that_trains_asks_before_it_begins(target, message, here):
 
 
 def test_overwriting_replaces_one_model_by_another_and_nothing_else():
-    """The first has shards, an index, ids that end an output and a tokenizer in another form, none of which may be read again."""
+    """The first has shards, an index, ids that end an output and a tokenizer in another form, none of which may stay."""
     jf.hf.save("out", CFG, PARAMS, shard_bytes=4000, generation={"eos_token_id": [1, 2]})
     former = tokenizer.train("bpe", ["some text of a few words, and some more words"] * 9, vocab_size=280)
     former.save("out")
