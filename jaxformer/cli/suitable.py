@@ -11,6 +11,7 @@ from jaxformer.cost import memory
 from jaxformer.data import Data
 from jaxformer.data.config import TASKS
 from jaxformer.parallel import multihost
+from jaxformer.training import tracking
 from jaxformer.training.config import NEXT_TOKEN, Config
 
 log = logging.getLogger(__name__)
@@ -19,8 +20,9 @@ PADDING = 128
 
 
 def check(config: Config, mesh: Mesh) -> None:
-    """Raises ValueError for a model that the data does not fit, or that next-token training cannot use, and for one that is
-    larger than the memory."""
+    """Raises ValueError for a model that the data does not fit, or that next-token training cannot use, for one that is larger
+    than the memory, and for an experiment tracker that is not installed."""
+    tracking.check(config.train.track)
     if config.data.task in TASKS and config.train.objective == NEXT_TOKEN:
         _check_model(config)
     memory.check(config, mesh)

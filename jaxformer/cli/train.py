@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ from jaxformer.training.guard import Guard
 from jaxformer.training.records import validation_at
 from jaxformer.training.report import Report, placements, results, stopped
 from jaxformer.training.saving import due, profiled
+from jaxformer.training.tracking import Tracker
 
 DEFAULT = shipped.FOLDER / "quickstart.py"
 
@@ -71,8 +73,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     validate = make_validate(placement, objective, corpus)
     score = validation_at(directory / "metrics.jsonl", start) if start == train.steps else {}
     guard = Guard(train, abstract.params, placement.get_metrics, checkpoints.newest)
-    first_losses = watch(config, corpus, start)
-    report = Report(directory, start, train.steps, train.log_every, guard.fetch, first_losses, peak_seconds(config))
+    report = make_report(config, corpus, directory, start, guard.fetch)
     saving = during("could not save", directory)  # around all, as closing the checkpoints waits for a save, which may fail
     stopped_by = stopping(lambda: report.console.is_lost)
     with saving, checkpoints, report, stopped_by as stop, profiled(train, report) as trace, placement.within():
@@ -111,6 +112,13 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         return ending.STOPPED
     results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
     return ending.FINISHED
+
+
+def make_report(config: run.Config, corpus: data.Data, directory: Path, start: int, fetch: Callable) -> Report:
+    """What tells of the run: on the screen, in its files and, where there is training to do, in an experiment tracker."""
+    train, first_losses = config.train, watch(config, corpus, start)
+    tracker = Tracker(train.track if start < train.steps else "none", directory, start, config)
+    return Report(directory, start, train.steps, train.log_every, fetch, first_losses, peak_seconds(config), tracker)
 
 
 def make_validate(placement: Placement, objective: training.Objective, corpus: data.Data) -> Callable:

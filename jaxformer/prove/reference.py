@@ -30,7 +30,7 @@ NO_EFFECT = (
     "run_dir",
     *(f"data.{name}" for name in ("path", "validation_path", "target_path", "tokenizer", "validation_rows")),  # their content
     *(f"train.{name}" for name in ("eval_every", "save_every", "save_minutes", "profile", "log_every", "keep_checkpoints")),
-    *(f"train.{name}" for name in ("prompt", "sample_tokens", "temperature", "agree_every")),
+    *(f"train.{name}" for name in ("prompt", "sample_tokens", "temperature", "agree_every", "track")),
 )
 """Fields that change no training loss, or only through the text and the tokenizer, which have hashes of their own."""
 

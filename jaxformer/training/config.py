@@ -14,6 +14,7 @@ from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.data import DataConfig
 from jaxformer.parallel.multihost import DistributedConfig
 from jaxformer.parallel.sharding import MeshConfig
+from jaxformer.training import tracking
 from jaxformer.training.optim import OptimConfig
 
 NEXT_TOKEN = "next_token"
@@ -44,6 +45,9 @@ class TrainConfig(Strict):
     RUN/profile) or TensorBoard. Empty: no trace."""
     log_every: int = 10
     """Steps between records in metrics.jsonl."""
+    track: tracking.Name = "none"
+    """Experiment tracker that also gets every record: wandb, trackio or mlflow (install the extra of that name). A resumed run
+    continues its run there."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep; the checkpoint of lowest validation loss is kept as well."""
     microbatches: int = 1

@@ -36,6 +36,16 @@ def validation_at(path: Path, step: int) -> dict[str, float]:
     )
 
 
+def last_steps(path: Path) -> dict[str, int]:
+    """``kind -> the last step`` of the records of a metrics.jsonl."""
+    last: dict[str, int] = {}
+    for record in records(path):
+        if _is_number(step := record.get("step", 0)):
+            kind = str(record.get("kind"))
+            last[kind] = max(int(step), last.get(kind, 0))
+    return last
+
+
 def keep_until(path: Path, step: int) -> None:
     """Removes the records of updates after ``step``, which a crash has undone, and a last line that it cut short.
 

@@ -17,6 +17,7 @@ from jaxformer.training import records
 from jaxformer.training.console import RunConsole
 from jaxformer.training.events import Events
 from jaxformer.training.failures import during
+from jaxformer.training.tracking import Tracker
 
 log = logging.getLogger(__name__)
 PLAIN_EVERY = 10.0
@@ -27,7 +28,7 @@ class Report:
     """Reports on a run in ``directory``, from update ``start`` to ``steps``; a context manager. ``fetch(step, metrics)`` gives
     metrics as floats, and raises FloatingPointError where they are to stop the run. ``watch`` is called with every update and
     its loss, and gives a line to print or "". ``peak_seconds``: what an update takes at the peak of the devices, for MFU; None:
-    unknown. With several processes, only the first prints and writes anything.
+    unknown. ``tracker`` gets every record too. With several processes, only the first prints and writes anything.
 
     Nothing is written before the first update: then records after ``start`` (of updates that a crash has undone) are dropped.
     """
@@ -41,6 +42,7 @@ class Report:
         fetch: Callable[[int, Any], dict[str, float]],
         watch: Callable[[int, float], str] = lambda step, loss: "",
         peak_seconds: float | None = None,
+        tracker: Tracker | None = None,
     ):
         self._writes = multihost.first()
         self.directory, self.console = directory, RunConsole(quiet=not self._writes)
@@ -54,6 +56,7 @@ class Report:
         self._spent, self._tokens, self._first, self._last_plain = 0.0, 0.0, start, -math.inf
         self._waited, self._updates = 0.0, 0
         self._peak_seconds = peak_seconds
+        self._tracker = tracker or Tracker("none", directory, start)
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -67,6 +70,7 @@ class Report:
         self._task = self._bar.add_task("train", total=steps, completed=start, shown="")
 
     def __enter__(self) -> "Report":
+        self._tracker.open()
         self._bar.start()
         return self
 
@@ -76,6 +80,7 @@ class Report:
                 self.settle()
         finally:
             self._bar.stop()
+            self._tracker.close(succeeded=kind is None)
             if self._file is not None:
                 self._file.close()
             if self._events is not None:
@@ -173,6 +178,7 @@ class Report:
     def _open(self) -> None:
         if self._file is None and self._writes:
             with during(f"could not continue {self._path}", self.directory):
+                self._tracker.keep()
                 records.keep_until(self._path, self._start)
                 self._file = self._path.open("ab", buffering=0)  # a line that fails leaves nothing to be written again
             self._events = Events(self.directory / "tensorboard", self._start + 1)
@@ -184,6 +190,7 @@ class Report:
         with during(f"could not write to {self._path}", self.directory):
             while line:  # a disk that fills up takes a part, and refuses the rest
                 line = line[self._file.write(line) :]
+        self._tracker.record(step, kind, metrics)
         self._events.scalars(step, {f"{kind}/{name}": value for name, value in metrics.items()})
 
 
