@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxformer import data, decode, hf, training
 from jaxformer.config import Execution, Experts, Latent, ModelConfig, RopeScaling, presets, spec
 from jaxformer.config.components import Component
+from jaxformer.config.documented import document
 from jaxformer.config.spec import Param, bias, gain, weight
 from jaxformer.cost import Explanation, explain
 from jaxformer.data import DataConfig
@@ -105,6 +106,21 @@ __all__ = [
     "training",
     "weight",
 ]
+
+for _record in (
+    Config,
+    DataConfig,
+    Execution,
+    Experts,
+    Latent,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    Sampling,
+    TrainConfig,
+):
+    document(_record)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxformer.cost.budget import Budget
 from jaxformer.cost.plan import ProgramPlan, Trial
 from jaxformer.parallel.sharding import ROWS
 from jaxformer.training import run
@@ -82,16 +83,16 @@ def search(
     mesh: dict[str, int],
     failing: list[ProgramPlan],
     plan: Callable[[run.Config], list[ProgramPlan]],
-    budget: float,
+    budget: Budget,
     tell: Callable[[str], None],
 ) -> tuple[Trial, ...]:
-    """Tries changes until one fits, or until the next is not expected to end within ``budget`` seconds."""
+    """Tries changes until one fits, or until the next is not expected to end within the budget. ``tell`` is given one line
+    before each trial and one after it, as soon as its outcome is known."""
     trials: list[Trial] = []
-    began, last = time.perf_counter(), max(program.compile_seconds for program in failing)
+    last = max(program.compile_seconds for program in failing)
     for text, change in changes(config, mesh, failing[0].name == "training step"):
-        spent = time.perf_counter() - began
-        if spent + last > budget:
-            tell(f"stopped: {spent:.0f} s of --budget {budget:g} are spent, and a trial takes {last:.0f} s")
+        if budget.spent + last > budget.seconds:
+            tell(f"stopped: {budget.spent:.0f} s of --budget {budget.seconds:g} are spent, and a trial takes {last:.0f} s")
             break
         tell(f"trying: {text}")
         start = time.perf_counter()
@@ -100,7 +101,11 @@ def search(
         except ValueError as error:  # refused before compiling
             tell(f"refused: {error}")
             continue
+        except TimeoutError as error:
+            tell(f"stopped: {error}")
+            break
         last = time.perf_counter() - start
+        tell(programs[-1].verdict)
         fits = all(program.fits for program in programs)
         trials.append(Trial(text, flags(change), fits, max(program.needed_bytes for program in programs), round(last, 1)))
         if fits:

@@ -4,6 +4,7 @@ Both take the name of a preset or a config file of train.py, then flags, and pri
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -24,8 +25,9 @@ from jaxformer.config.components import nearest
 from jaxformer.config.execution import DROPOUTS
 from jaxformer.config.strict import Strict, within
 from jaxformer.cost import advise, analytic, compile, programs, table, topology
+from jaxformer.cost.budget import Budget
 from jaxformer.cost.explanation import Explanation, explain
-from jaxformer.cost.plan import Plan, ProgramPlan
+from jaxformer.cost.plan import Plan, ProgramPlan, Trial
 from jaxformer.data import DataConfig
 from jaxformer.nn import model
 from jaxformer.parallel.sharding import AXES, MeshConfig
@@ -103,7 +105,8 @@ class PlanOptions(run.Config, Output):
     decode: bool = False
     """Plan generation instead of training: data.batch_size prompts, each with data.length tokens in the cache."""
     budget: float = 900.0
-    """Seconds to spend on trying changes if the run does not fit; 0: try nothing."""
+    """Seconds that the plan may take: compiling the run as it is, then trying changes if it does not fit. 0: no limit, and no
+    changes are tried."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -226,13 +229,15 @@ def make(name: str, options: PlanOptions, stated: tuple[str, ...]) -> Plan:
     programs.check(options, mesh, options.decode)
     devices = topology.devices(where) if where.is_tpu else stand_ins
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
-    plan_run = lambda config: _program_plans(config, options.decode, where, devices, console)
+    budget = Budget(options.budget)
+    plan_run = lambda config: _program_plans(config, options.decode, where, devices, console, budget)
     plans = plan_run(options)
     sides = {axis: int(size) for axis, size in mesh.shape.items()}
     failing = [program for program in plans if not program.fits]
-    trials = (
-        advise.search(options, sides, failing, plan_run, options.budget, console.print) if failing and options.budget else ()
-    )
+    trials: tuple[Trial, ...] = ()
+    if failing and options.budget:
+        console.print(failing[0].verdict)  # at once: trials may take long
+        trials = advise.search(options, sides, failing, plan_run, budget, console.print)
     compiled = ("sizes are the compiler's; times are estimates from its program, not measurements",)
     return Plan(
         config=name,
@@ -249,7 +254,7 @@ def make(name: str, options: PlanOptions, stated: tuple[str, ...]) -> Plan:
 
 
 def _program_plans(
-    config: run.Config, decode: bool, where: topology.Topology, devices: list, console: Console
+    config: run.Config, decode: bool, where: topology.Topology, devices: list, console: Console, budget: Budget
 ) -> list[ProgramPlan]:
     mesh = config.mesh.make(devices)
     programs.check(config, mesh, decode)
@@ -262,7 +267,7 @@ def _program_plans(
             if not console.is_terminal:
                 console.print(f"compiling: {program.name}")
             bar.add_task(f"compiling: {program.name}", total=None)
-            plans.append(compile.compiled(program, where, devices))
+            plans.append(budget.run(functools.partial(compile.compiled, program, where, devices), program.name))
         if not plans[-1].fits:
             break
     return plans

@@ -119,6 +119,12 @@ class ProgramPlan:
         fields |= {"model_flops": flops.total / topology.count, "attention_flops": flops.attention / topology.count}
         return cls(name=name, tokens=tokens, **fields)
 
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and by how much, in one line."""
+        verdict = "fits" if self.fits else "does not fit"
+        return f"{self.name}: {verdict}, {_gib(self.needed_bytes)} of {_gib(self.available_bytes)} GiB per device"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -176,9 +182,7 @@ class Plan:
 
 
 def _program(program: ProgramPlan, compiled: bool) -> Report:
-    needed = f"{_gib(program.needed_bytes)} of {_gib(program.available_bytes)} GiB per device"
-    verdict = "fits" if program.fits else "does not fit"
-    report: Report = [f"{program.name}: {verdict}, {needed}; {_speed(program, compiled)}"]
+    report: Report = [f"{program.verdict}; {_speed(program, compiled)}"]
     if kinds := [(kind, _gib(size)) for kind, size in program.memory.items() if size]:
         report.append(Table(("memory per device at the peak", "GiB"), [*kinds, ("total", _gib(program.needed_bytes))]))
     if compiled and program.largest:

@@ -12,9 +12,9 @@ import tyro
 from jaxformer.cli.launch import STATUS, launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
+from jaxformer.hf.destination import staged
 from jaxformer.hf.hub import copy_generation_config, generation_config, locate, no_folder
 from jaxformer.hf.load import prepare, read_config
-from jaxformer.hf.save import staged
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
 from jaxformer.tokenizers.json_files import read_json
@@ -147,15 +147,20 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
 
 
 def export(
-    run: tyro.conf.Positional[Path], folder: tyro.conf.Positional[Path], family: str | None = None, trust: bool = False
+    run: tyro.conf.Positional[Path],
+    folder: tyro.conf.Positional[Path],
+    family: str | None = None,
+    trust: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Writes a run of train.py as a folder that transformers reads.
 
     Args:
         run: The directory that train.py wrote.
-        folder: The folder to write; it must not hold weights yet.
+        folder: The folder to write; without --overwrite it must not hold weights yet.
         family: The model_type to write, where several describe the model.
         trust: Follow the import paths in the run's config.json, which runs their code.
+        overwrite: Replace the model that the folder holds. Other files in it stay.
     """
     from jaxformer.training.run import load as load_run
 
@@ -163,7 +168,7 @@ def export(
     if not run.is_dir():
         raise FileNotFoundError(no_folder(run))
     cfg, params, tok = load_run(run, trust=trust)
-    save(folder, cfg, params, family, tok=tok, generation=generation_config(run))
+    save(folder, cfg, params, family, tok=tok, generation=generation_config(run), overwrite=overwrite)
     print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")
 
 

@@ -1,11 +1,7 @@
 """Our config and parameters as a folder that transformers, before version 5 and since, reads with ``from_pretrained``."""
 
-import contextlib
 import dataclasses
 import json
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +11,7 @@ import numpy as np
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
 from jaxformer.config.spec import Param
+from jaxformer.hf.destination import check_same, destination, staged, try_writing
 from jaxformer.hf.families import FAMILIES
 from jaxformer.hf.family import Family
 from jaxformer.hf.hub import GENERATION, generation_config, locate
@@ -23,13 +20,11 @@ from jaxformer.hf.load import read_config, sources_of
 from jaxformer.hf.safetensors_files import INDEX
 from jaxformer.hf.tensor_reader import sizes_of
 from jaxformer.nn import model, rope
-from jaxformer.tokenizers import tokenizer
 from jaxformer.tokenizers.json_files import read_json
 
 NOT_COMPARED = ("execution", "param_dtype", "init", "init_std", "scale_residual_init")
 """Fields that the numbers of a model with given parameters do not depend on."""
 TOKENS = ("bos", "eos", "pad")
-WEIGHTS = (".safetensors", ".msgpack", ".bin")
 
 
 def save(
@@ -41,6 +36,7 @@ def save(
     tok: Any = None,
     generation: dict[str, Any] | None = None,
     source: str | Path | None = None,
+    overwrite: bool = False,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes config.json and safetensors, in shards of at most ``shard_bytes`` with an index where there is more than one.
@@ -52,18 +48,21 @@ def save(
     such file is written without any.
     source: the folder or hub's id that the model was loaded from, which the config does not know. Its bos, eos and pad are then
     written where there is no ``tok``, and its generation_config.json where there is no ``generation``.
+    overwrite: replace the model that the folder holds: its weights in whatever form, its index, and the files of the same names
+    as those that are written. Anything else in the folder stays.
 
-    ``folder`` may exist, and hold anything but weights and other contents of the files that are written. All files are written
-    beside their place and moved there when they are complete, config.json last; an error leaves nothing behind.
+    ``folder`` may exist; without ``overwrite`` it may hold anything but weights and other contents of the files that are
+    written. All files are written to a temporary folder beside their place and moved there when they are complete, config.json
+    last; an error leaves nothing behind. A program that is to save what it trains for hours calls ``check_save`` first.
 
     Adjacent rotary pairs are rearranged to the halves that published checkpoints have (but for DeepSeek's).
 
     Raises ValueError, before any tensor is written, for a model that no family can express, with what stands in the way, and
     for a folder that holds such files; OSError, with the folder's path, where it cannot be written.
     """
-    folder = _folder(folder)
+    folder = destination(folder, overwrite)
     specs.check(params, model.spec(cfg), cfg)
-    if cfg.position == "rope" and cfg.rope_layout == "interleaved" and cfg.attention == "grouped":
+    if _adjacent_pairs(cfg):
         cfg, params = rope.to_halves(cfg, params)
     chosen, values = describe(cfg, family)
     if source is not None:
@@ -71,65 +70,39 @@ def save(
         values |= {name: known[name] for name in (f"{token}_token_id" for token in TOKENS) if name in known}
         generation = generation_config(loaded) if generation is None else generation
     if tok is not None:
-        if tok.vocab_size > cfg.vocab_size:
-            raise ValueError(f"tok has {tok.vocab_size} ids, the model rows for {cfg.vocab_size}")
+        _check_tokenizer(tok, cfg)
         values |= {f"{name}_token_id": i if (i := getattr(tok, f"{name}_id")) >= 0 else None for name in TOKENS}
-    with staged(folder) as partial:
+    with staged(folder, overwrite) as partial:
         for name, fields in (("config.json", values), (GENERATION, generation)):
             if fields:
                 (partial / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         if tok is not None:
             tok.export(partial)
-        same = tok is not None and _holds(folder, tok)
-        for file in partial.iterdir():
-            free = same and file.name not in ("config.json", GENERATION)  # the tokenizer is there in another form
-            if not free and (there := folder / file.name).exists() and there.read_bytes() != file.read_bytes():
-                raise ValueError(f"{folder} holds another {file.name} already; choose another folder")
+        if not overwrite:
+            check_same(folder, partial, tok)
         _write_tensors(partial, chosen, cfg, params, shard_bytes)
 
 
-def _folder(path: str | Path) -> Path:
-    """The folder to write, with ``~`` expanded. Raises ValueError where there is something that it would take the place of."""
-    folder = Path(os.path.expanduser(path))
-    if folder.name in ("", "..") and folder != Path():
-        raise ValueError(f"{folder} is not a folder for one model; give a named folder, such as {folder / 'model'}")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another folder")
-    if folder.exists() and any(file.suffix in WEIGHTS for file in folder.iterdir()):
-        raise ValueError(f"{folder} holds weights already; choose another folder")
-    return folder
+def check_save(
+    folder: str | Path, cfg: ModelConfig, family: str | None = None, *, tok: Any = None, overwrite: bool = False
+) -> None:
+    """Raises what ``save`` would raise for this folder, config and tokenizer, without parameters: for the start of a program
+    that saves at its end. Arguments as of ``save``."""
+    target = destination(folder, overwrite)
+    describe(dataclasses.replace(cfg, rope_layout="half") if _adjacent_pairs(cfg) else cfg, family)
+    if tok is not None:
+        _check_tokenizer(tok, cfg)
+    try_writing(target)
 
 
-def _holds(folder: Path, tok: Any) -> bool:
-    """Whether the tokenizer of a folder is ``tok``, in whatever form its files have."""
-    try:
-        return tokenizer.load(folder).content_hash == tok.content_hash
-    except (ValueError, OSError):
-        return False
+def _adjacent_pairs(cfg: ModelConfig) -> bool:
+    """Whether the queries and keys have to be rearranged to the halves of published checkpoints."""
+    return cfg.position == "rope" and cfg.rope_layout == "interleaved" and cfg.attention == "grouped"
 
 
-@contextlib.contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """A new folder to write files into, which are those of ``folder`` when the block ends; after an error inside, nothing is
-    left of it. Where ``folder`` exists, each file is moved into it, weights first and config.json last. Raises OSError that
-    names ``folder`` where it cannot be written."""
-    if file := next((parent for parent in folder.parents if parent.is_file()), None):
-        raise ValueError(f"{folder} cannot be written: {file} is a file")
-    try:
-        exists = folder.is_dir()
-        around = folder if exists else folder.parent
-        around.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".jaxformer-", dir=around) as name:
-            partial = Path(name) / "new"  # mkdtemp's own is closed to others, and would remain so
-            partial.mkdir()
-            yield partial
-            if not exists:
-                os.rename(partial, folder)
-                return
-            for file in sorted(partial.iterdir(), key=lambda file: (file.name == "config.json", file.suffix not in WEIGHTS)):
-                os.replace(file, folder / file.name)
-    except OSError as error:
-        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror or error}") from error
+def _check_tokenizer(tok: Any, cfg: ModelConfig) -> None:
+    if tok.vocab_size > cfg.vocab_size:
+        raise ValueError(f"tok has {tok.vocab_size} ids, but the model has rows for {cfg.vocab_size}")
 
 
 def describe(cfg: ModelConfig, family: str | None = None) -> tuple[Family, dict[str, Any]]:

@@ -3,8 +3,10 @@
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import pickle
+import pydoc
 import re
 import sys
 
@@ -329,3 +331,15 @@ def test_a_component_of_the_running_script_is_not_written(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "Local", local, raising=False)
     with pytest.raises(ValueError, match=re.escape("the script that runs")):
         to_json(dataclasses.replace(CFG, mlp=local))
+
+
+@pytest.mark.parametrize("name", [n for n in jf.__all__ if n.endswith("Config")] + ["Execution", "Experts", "Sampling"])
+def test_help_of_a_config_explains_every_field(name):
+    """In words, each with its default; the signature has no types and no defaults of several lines."""
+    record = getattr(jf, name)
+    text = pydoc.plain(pydoc.render_doc(record))
+    explained = re.sub(r"\n \|\s+", " ", text)
+    for field in dataclasses.fields(record):
+        assert re.search(rf" {field.name}: \S.{{15,}}", explained), field.name
+    assert "typing." not in text.split("Attributes:")[0]
+    assert str(inspect.signature(record)).count("=") <= len(dataclasses.fields(record))

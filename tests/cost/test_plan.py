@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 import jaxformer as jf
 from examples import hybrid
 from jaxformer.cost import advise, analytic, command, compile, hlo, model_flops, programs, topology
+from jaxformer.cost.budget import Budget
 from jaxformer.cost.hlo import buffer_names, buffers, collectives, hlo_cost, text
 from jaxformer.cost.plan import VERSION
 from jaxformer.cost.programs import Program
@@ -508,8 +510,29 @@ def test_trying_stops_with_the_budget():
     where = topology.parse("gpu:8xA100")
     step = analytic.training_step(config, config.mesh.make(jax.devices()), where)
     slow, told = dataclasses.replace(step, compile_seconds=100.0), []
-    assert advise.search(config, mesh, [slow], lambda config: [slow], 50.0, told.append) == ()
+    assert advise.search(config, mesh, [slow], lambda config: [slow], Budget(50.0), told.append) == ()
     assert "--budget 50" in told[0]
+
+
+def test_why_a_trial_was_rejected_is_said_before_the_next():
+    config = jf.Config(model=tiny.PRESETS["llama_mha"], mesh=MeshConfig(data=8))
+    mesh = {"data": 8, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+    step = analytic.training_step(config, config.mesh.make(jax.devices()), topology.parse("gpu:8xA100"))
+    large, told = dataclasses.replace(step, fits=False, needed_bytes=90 << 30, available_bytes=72 << 30), []
+    trials = advise.search(config, mesh, [large], lambda config: [large], Budget(50.0), told.append)
+    assert len(trials) > 1
+    assert [line.startswith("trying: ") for line in told] == [True, False] * len(trials)
+    assert set(told[1::2]) == {"training step: does not fit, 90.00 of 72.00 GiB per device"}
+
+
+def test_the_budget_ends_a_compilation_too():
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match=r"training step: still compiling when the 0.05 s of --budget were over"):
+        Budget(0.05).run(release.wait, "training step")
+    release.set()
+    assert Budget(60.0).run(lambda: "plan", "training step") == Budget(0.0).run(lambda: "plan", "training step") == "plan"
+    with pytest.raises(KeyError, match="inside"):
+        Budget(60.0).run(lambda: {}["inside"], "training step")
 
 
 @pytest.mark.parametrize(

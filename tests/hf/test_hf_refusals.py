@@ -201,7 +201,7 @@ def test_arguments_are_checked(tmp_path):
 
 def test_a_tokenizer_has_no_more_ids_than_the_model_rows(tmp_path):
     cfg, params = published.model("llama")
-    with pytest.raises(ValueError, match="tok has 259 ids, the model rows for 61"):
+    with pytest.raises(ValueError, match="tok has 259 ids, but the model has rows for 61"):
         save(tmp_path / "x", cfg, params, tok=tokenizer.load("byte"))
     tok = tokenizer.train("char", ["abc"])
     save(tmp_path / "x", cfg, params, tok=tok)

@@ -86,6 +86,55 @@ def test_a_place_that_cannot_be_is_refused_and_left_as_it_was(target, message, h
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("target", "message"), [("weights", "overwrite=True"), ("file/x", "file is a file"), ("file", "is a file")]
+)
+def test_a_program_that_trains_asks_before_it_begins(target, message, here):
+    Path("file").write_text("precious")
+    Path("weights").mkdir()
+    Path("weights/pytorch_model.bin").write_text("precious")
+    with pytest.raises((ValueError, OSError), match=message):
+        jf.hf.check_save(target, CFG)
+    jf.hf.check_save("weights", CFG, overwrite=True)
+    jf.hf.check_save("new/x", CFG, tok=tokenizer.train("char", ["abc"]))
+    with pytest.raises(ValueError, match="no published family"):
+        jf.hf.check_save("new", dataclasses.replace(CFG, position="learned"))
+    with pytest.raises(ValueError, match="rows for 67"):
+        jf.hf.check_save("new", CFG, tok=tokenizer.train("byte", ["abc"]))
+    assert names(here) == {"file", "weights"} and names("weights") == {"pytorch_model.bin"}
+
+
+def test_overwriting_replaces_one_model_by_another_and_nothing_else():
+    """The first has shards, an index, ids that end an output and a tokenizer in another form, none of which may stay."""
+    jf.hf.save("out", CFG, PARAMS, shard_bytes=4000, generation={"eos_token_id": [1, 2]})
+    former = tokenizer.train("bpe", ["some text of a few words, and some more words"] * 9, vocab_size=280)
+    former.save("out")
+    for name in ("README.md", "training_args.bin"):
+        (Path("out") / name).write_text("precious")
+    assert len(names("out")) > 6
+    other, tok = tiny.drawn(CFG, seed=1), tokenizer.train("char", ["abc"])
+    with pytest.raises(ValueError, match="overwrite=True"):
+        jf.hf.save("out", CFG, other, tok=tok)
+    jf.hf.save("out", CFG, other, tok=tok, overwrite=True)
+    jax.tree.map(np.testing.assert_array_equal, jf.hf.load("out")[1], other)
+    jf.hf.save("fresh", CFG, other, tok=tok)
+    assert tokenizer.load("out").content_hash == tokenizer.load("fresh").content_hash
+    assert names("out") == names("fresh") | {"README.md", "training_args.bin"}
+
+
+def test_overwriting_that_fails_leaves_the_model_that_was_there(monkeypatch):
+    jf.hf.save("out", CFG, PARAMS)
+    before = content("out")
+
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fails)
+    with pytest.raises(OSError, match="No space left"):
+        jf.hf.save("out", CFG, tiny.drawn(CFG, seed=1), overwrite=True)
+    assert content("out") == before
+
+
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_fails_half_way_leaves_nothing(exists, error, monkeypatch, here):
