@@ -1,10 +1,10 @@
 """A small mixture of experts on the source code of the Python standard library.
 
-    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python train.py configs/moe_quickstart.py
+    python train.py configs/moe_quickstart.py
 
 The quickstart's LLaMA with 8 experts of half its feed-forward's width in every layer, 2 per token: as many active parameters,
-and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. Validation loss 4.28 to 4.32, as
-rounding falls (the dense model's: 4.33); 4 min 18 s on 2 CPU cores, 6 min 20 s without the variable (docs/performance.md).
+and four times as many in the feed-forwards; 5.5M parameters, 2.0M active. The validation loss is 4.28 to 4.32,
+depending on rounding (the dense model's: 4.33). It takes 6 min 20 s on 2 CPU cores.
 """
 
 import dataclasses
