@@ -24,8 +24,9 @@ class DataConfig(Strict):
     """text, one stream for a language model; pairs, parallel text for an encoder–decoder; dates, generated pairs; or
     'package.module:name' of a function of this DataConfig that returns a data set (see jaxformer.data.custom)."""
     path: str | None = None
-    """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"); none: the source code of the running
-    Python's standard library. For pairs: a TSV (source, tab, target), or the source side with target_path."""
+    """File, folder or glob of UTF-8 text or JSON lines (.jsonl, field "text"), or a URL (gs://, s3://, https://), whose files
+    are copied into the cache; none: the source code of the running Python's standard library. For pairs: a TSV (source,
+    tab, target), or the source side with target_path."""
     validation_path: str | None = None
     """Validation text, given like path (for pairs: a TSV); none: held out of path by validation_fraction."""
     target_path: str | None = None

@@ -6,15 +6,17 @@ import os
 from pathlib import Path
 
 from jaxformer.config.textfile import require_regular
+from jaxformer.data import remote
 
 
 def files(pattern: str) -> dict[str, Path]:
     """Files by name, sorted; names are relative to the folder, or to the start of the glob that has no wildcards, with '/'.
 
-    What begins with a dot is left out; links are followed. Raises ValueError for a path that is absent, and, naming it, for a
-    folder that cannot be read, a link that leads nowhere or in a circle, and for named pipes, sockets and devices.
+    What begins with a dot is left out; links are followed; of a URL, the files are copied first (``remote.local``).
+    Raises ValueError for a path that is absent, and, naming it, for a folder that cannot be read, a
+    link that leads nowhere or in a circle, and for named pipes, sockets and devices.
     """
-    pattern = os.path.expanduser(pattern)
+    pattern = os.path.expanduser(remote.local(pattern))
     require_regular(pattern)
     if os.path.isfile(pattern):
         root, paths = Path(pattern).parent, [Path(pattern)]

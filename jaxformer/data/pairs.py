@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.config.textfile import require_regular
-from jaxformer.data import dates, packing, text
+from jaxformer.data import dates, packing, remote, text
 from jaxformer.data.config import DataConfig
 from jaxformer.data.folder import absent
 from jaxformer.data.packing import ALL, Batch, Batches, Rows, Stream
@@ -160,7 +160,7 @@ def _side_by_side(path: str | None, target_path: str) -> tuple[list[Pair], int]:
 
 def _lines(path: str | None) -> list[str]:
     """Lines without their ends; the last may lack one."""
-    file = Path(path or "").expanduser()
+    file = Path(remote.local(path or "")).expanduser()
     require_regular(file)
     if not os.path.isfile(file):
         raise ValueError(f"{path} is a folder: pairs are read from files" if os.path.isdir(file) else absent(str(file)))

@@ -145,7 +145,10 @@ class Config(Strict):
     def __post_init__(self):
         super().__post_init__()
         if re.match(r"[a-z][a-z0-9+.-]+:/", self.run_dir, re.IGNORECASE):
-            raise ValueError(f"--run-dir {self.run_dir}: a run cannot be written to a remote path; give a local directory")
+            raise ValueError(
+                f"--run-dir {self.run_dir}: a run is written to a local directory, as only there it is "
+                "locked and its checkpoints appear whole; give one, and copy it afterwards (gcloud storage rsync, aws s3 sync)"
+            )
         if self.train.parallel == "pmap" and self.mesh != MeshConfig():
             raise ValueError("train.parallel='pmap' copies the state to every device, and cannot be combined with mesh")
         if self.train.parallel == "pmap" and self.distributed.on:

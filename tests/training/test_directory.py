@@ -273,5 +273,5 @@ def test_a_remote_run_directory_is_refused_before_anything_is_written(path, tmp_
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         run.parse([str(Path(__file__).parents[2] / "configs" / "quickstart.py"), f"--run-dir={path}"], Path("unused.py"))
-    assert f"error: --run-dir {path}: a run cannot be written to a remote path; give a local" in capsys.readouterr().err
+    assert f"error: --run-dir {path}: a run is written to a local directory" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
