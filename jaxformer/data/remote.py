@@ -65,7 +65,7 @@ def _files(system: Any, root: str) -> tuple[dict[str, Any], str]:
     """What the file system says of each file, by path, and the folder that their names are relative to."""
     if glob.has_magic(root):
         parts = root.split("/")
-        base = "/".join(parts[: next(number for number, part in enumerate(parts) if glob.has_magic(part))])
+        base = "/".join(parts[: next(number for number in range(len(parts)) if glob.has_magic(parts[number]))])
         matches = system.glob(root, detail=True)
         return {path: info for path, info in matches.items() if info["type"] == "file"}, base
     if system.isdir(root):
