@@ -229,7 +229,7 @@ def test_files_that_cannot_be_read_or_written_are_said_before_the_model_is_loade
     for flags, message in (
         (["--file", "nothing"], "error: no file nothing"),
         (["--file", "."], "error: . is a folder; --file takes a file"),
-        (["--file", "~/prompts.txt", "--out", "."], "error: . is a folder; give the name of a file"),
+        (["--file", "~/prompts.txt", "--out", "."], "error: . is a folder; give the path of a file"),
         (["--file", "prompts.txt", "--out", "prompts.txt/x"], "prompts.txt/x cannot be written: prompts.txt is not a folder"),
         (["--file", "prompts.txt", "--out", "x" * 300], "File name too long"),
         (["--file", "~/prompts.txt", "--out", "~/out.jsonl"], "error: no/model/here is not a folder"),
@@ -309,9 +309,9 @@ def test_a_line_that_cannot_be_encoded_is_named_before_work(decoder, tmp_path, c
     [
         (["--temprature", "1"], "--temperature"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
-        (["--interactive"], "give one of"),
+        (["--interactive"], "give only one of"),
         (["--n", "0"], "n=0 must be at least 1"),
-        (["--out", "x"], "--out goes with --file"),
+        (["--out", "x"], "--out has no effect without --file"),
     ],
 )
 def test_wrong_arguments_exit_and_say_why(decoder, arguments, message, capfd):

@@ -411,16 +411,16 @@ def test_layers_are_scalar_configs():
 
 
 WRONG = [
-    ({"attention": ("grouped",) * 3}, "attention has 3 entries for n_layers=4"),
-    ({"mlp": ("swiglu",) * 5}, "mlp has 5 entries for n_layers=4"),
-    ({"mlp": ()}, "mlp has 0 entries for n_layers=4"),
-    ({"position": ("rope",)}, "position has 1 entries for n_layers=4"),
-    ({"residual": ("pre", "post")}, "residual has 2 entries for n_layers=4"),
-    ({"window": (4,) * 3}, "window has 3 entries for n_layers=4"),
+    ({"attention": ("grouped",) * 3}, "attention has 3 entries, but n_layers=4"),
+    ({"mlp": ("swiglu",) * 5}, "mlp has 5 entries, but n_layers=4"),
+    ({"mlp": ()}, "mlp has 0 entries, but n_layers=4"),
+    ({"position": ("rope",)}, "position has 1 entries, but n_layers=4"),
+    ({"residual": ("pre", "post")}, "residual has 2 entries, but n_layers=4"),
+    ({"window": (4,) * 3}, "window has 3 entries, but n_layers=4"),
     ({"mlp": ("swiglu", "swigl", "swiglu", "swiglu")}, "unknown mlp 'swigl'; did you mean 'swiglu'"),
     ({"residual": ("pre", "prenorm", "pre", "pre")}, "unknown residual 'prenorm'; did you mean 'pre'"),
     ({"mlp": ("swiglu", object(), "swiglu", "swiglu")}, "mlp=.* a component needs both spec"),
-    ({"norm": ("rms",) * 4}, "norm=.* cannot be chosen by layer, as attention, mlp, position, residual, window can"),
+    ({"norm": ("rms",) * 4}, "norm=.* cannot be chosen by layer; only attention, mlp, position, residual, window can"),
     ({"attention": ("grouped", "latent") * 2}, "layer 1: attention='latent' needs latent.rank"),
     ({"position": ("none", "sinusoidal", "none", "none"), "d_model": 33, "head_dim": 8}, "layer 1: d_model=33 is odd"),
     ({"position": ("none", "rope", "none", "none"), "head_dim": 7}, "layer 1: head_dim=7 is odd"),
@@ -428,10 +428,10 @@ WRONG = [
         {"mlp": ("swiglu", "gelu") * 2, "experts": jf.Experts(n_experts=4, d_ff=8, layers=(0, 1))},
         "layer 1: experts are gated: mlp='gelu'",
     ),
-    ({"encoder_layers": 1, "attention": ("grouped",) * 4}, "attention by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "mlp": ("swiglu",) * 4}, "mlp by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "position": ("rope",) * 4}, "position by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "residual": ("pre",) * 4}, "residual by layer is not for encoder–decoders"),
+    ({"encoder_layers": 1, "attention": ("grouped",) * 4}, "attention cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "mlp": ("swiglu",) * 4}, "mlp cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "position": ("rope",) * 4}, "position cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "residual": ("pre",) * 4}, "residual cannot be chosen by layer in an encoder–decoder"),
 ]
 
 

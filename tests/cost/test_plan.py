@@ -520,7 +520,7 @@ def test_trying_stops_with_the_budget():
         (["gpt2", "--topology", "v5e:4x4", "--mesh.fsdp", "3"], "a mesh of fsdp 3 does not fit 16 devices"),
         (["gpt2", "--topology", "v5e:4x4", "--data.batch-size", "10"], "the nearest is 16"),
         (["gpt2", "--topology", "v5e:4x4", "--data.length", "2048"], "past model.max_length=1024"),
-        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "in 3 microbatches does not divide by 16 devices"),
+        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "in 3 microbatches is not divisible by 16 devices"),
         (["transformer_base", "--topology", "v5e:4x4", "--decode"], "causal decoders"),
         (["--topology", "v5e:4x4"], "the first argument must be a config file or a preset"),
         (["configs/none.py", "--topology", "v5e:4x4"], "no config file"),

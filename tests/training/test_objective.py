@@ -197,7 +197,7 @@ def test_entries_are_spread_by_their_letters():
     check_batch(batch, mesh)
     short = batch | {"image": jax.ShapeDtypeStruct((8, 7, 4), np.float32)}
     check_batch(short, mesh)
-    with pytest.raises(ValueError, match="length=7 does not divide by 4 devices along context"):
+    with pytest.raises(ValueError, match="length=7 is not divisible by 4 devices along context"):
         check_batch(short, mesh, letters={"image": "BT"})
 
 
@@ -240,7 +240,9 @@ def test_an_objective_that_returns_something_else(result, message):
 )
 def test_a_batch_without_rows(batch, shown):
     placement = jf.training.jit(lambda state, batch: (state, {}))
-    with pytest.raises(ValueError, match=f"the first axis of every batch entry must be the rows, of one size; it is {shown}"):
+    with pytest.raises(
+        ValueError, match=f"the first axis of every batch entry must be the rows, of the same number; it is {shown}"
+    ):
         placement.put_batch(batch)
 
 
