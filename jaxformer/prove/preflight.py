@@ -57,7 +57,7 @@ def main(
     make_placement: that of train.py. suits: its refusals, of a config on a mesh and of a config with its data; the latter gives
     what has changed. trust: as of ``open_run``. Raises ValueError in one of several processes."""
     if jax.process_count() > 1:
-        raise ValueError("--check runs in one process: leave out the --distributed.* flags")
+        raise ValueError("--check runs in one process; leave out the --distributed.* flags")
     console, verdicts = RunConsole(), []
     for finding in _until_stopped(findings(config, tok, read, make_placement, suits, trust)):
         console.print(finding if isinstance(finding, Text) else finding.text(), soft_wrap=True)
@@ -105,7 +105,7 @@ def findings(
     attempt("batch", check_batch, batch, mesh, config.train.microbatches)
     yield (room := attempt("memory", resources.in_memory, config, mesh))
     if room.verdict == FAILED:
-        raise Stopped("updates", "not tried: there is not enough memory")
+        raise Stopped("updates", "not tried, because there is not enough memory")
     yield from _trained(config, mesh, batch, read, make_placement)
 
 

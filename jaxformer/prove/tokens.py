@@ -72,7 +72,7 @@ def _ids(config: run.Config, corpus: Data, batch: Batch) -> Finding:
             return Finding(FAILED, "ids", f"{name} hold {wrong[0]}, outside the vocabulary of {vocabulary:,}")
     if "source" not in ids and config.model.causal and np.array_equal(batch["targets"], batch["tokens"]):
         return Finding(
-            FAILED, "ids", "the targets are the tokens themselves, not the token after each: copying would be learned"
+            FAILED, "ids", "the targets are the tokens themselves, not the token after each: the model would only learn to copy"
         )
     distinct = len(np.unique(np.concatenate(list(ids.values()))))
     return Finding(OK, "ids", f"all of the first batch are in the vocabulary; {distinct:,} different ones")
@@ -83,7 +83,7 @@ def _weights(config: run.Config, batch: Batch) -> Finding:
     share, rows = counted.mean(), (~counted.any(1)).sum()
     said = f"{share:.1%} of the targets of the first batch count"
     if not counted.any():
-        return Finding(FAILED, "weights", "no target of the first batch counts: there is nothing to learn from")
+        return Finding(FAILED, "weights", "no target of the first batch has any weight, so there is nothing to learn from")
     if rows:
         return Finding(WARNING, "weights", f"{said}; of {rows} rows none does")
     if share < LEAST:

@@ -330,7 +330,7 @@ def test_files_that_may_not_grow_fail_in_one_line_and_the_same_command_goes_on(a
     process = runs.start(name, at, f"limit {size}", env={"JAX_ENABLE_COMPILATION_CACHE": "0"})
     _, errors = runs.ended(process, exit_codes.FAILED)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert errors.splitlines()[-1] == line and "File too large" in line and f"{safe} the same command continues" in line
+    assert errors.splitlines()[-1] == line and "File too large" in line and f"{safe} the same command resumes" in line
     runs.assert_goes_on_to_the_same_end(name)
 
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.parallel.ending import STOPPED
+from jaxformer.parallel.exit_codes import STOPPED
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.records import TIMINGS

@@ -42,7 +42,7 @@ UNSUITABLE = [
     ({"has_head": False}, {}, "model.has_head=False"),
     ({"pooler": True}, {}, "model.pooler=True"),
     ({"encoder_layers": 1}, {}, "has no source for an encoder"),
-    ({}, PAIRS, "data.task='pairs' has sources, which only an encoder reads"),
+    ({}, PAIRS, "data.task='pairs' has source sequences, which only an encoder reads"),
     ({"encoder_layers": 1, "causal": False}, PAIRS, "model.causal=False"),
 ]
 

@@ -336,7 +336,7 @@ def test_a_plan_without_any_text_has_the_compilers_totals(monkeypatch):
     assert made.hardware_flops == made.model_flops == 2 * 64**3 and made.time.compute == 2 * 64**3 / where.chip.peak
     assert "not understood" in made.notes[0] and "the compiler's totals" in made.notes[1]
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
-    with pytest.raises(ValueError, match="nothing is known of the memory"):
+    with pytest.raises(ValueError, match="the memory that the program needs is not known"):
         compile.compiled(program, where, [SimpleNamespace(coords=(0, 0))])
 
 

@@ -257,10 +257,10 @@ def test_headers_that_lie(tmp_path, data, message):
 def test_an_index_that_lies(tmp_path):
     one = save({"a": np.ones(2, np.float32)})
     for weight_map, message in (
-        ({"a": "../x.safetensors"}, "points out of its folder"),
-        ({"a": ["x"]}, "points out of its folder"),
+        ({"a": "../x.safetensors"}, "names files outside its folder"),
+        ({"a": ["x"]}, "names files outside its folder"),
         ({"a": "x.safetensors", "b": "x.safetensors"}, "missing     b"),
-        ({"a": "y.safetensors"}, "names files that are not there"),
+        ({"a": "y.safetensors"}, "names files that do not exist"),
         ([], "has no weight_map"),
     ):
         index = json.dumps({"weight_map": weight_map}).encode()
@@ -276,8 +276,8 @@ def test_an_index_that_lies(tmp_path):
         (b"\x91" * 100_000, "not a complete msgpack file"),
         (b"\xdf\x00\x03\x00\x00" + b"".join(b"\xa5%05x\x80" % i for i in range(0x30000)), "more than 200,000 parts"),
         (b"\x82\xa1a\x01\xa1a\x01", "occurs twice"),
-        (b"\x81\xa1a\x01", "a is no array"),
-        (msgpack_serialize({"a": {"embedding": np.ones(2), "weight": np.ones(2)}}), "two arrays of one name"),
+        (b"\x81\xa1a\x01", "a is not an array"),
+        (msgpack_serialize({"a": {"embedding": np.ones(2), "weight": np.ones(2)}}), "two arrays of the same name"),
         (msgpack_serialize({}), "holds no parameters"),
     ],
 )

@@ -105,7 +105,7 @@ WRONG = [
     (None, {}, r"there are no tokens: give tokens \[B, T\], or embeddings= \[B, T, D\]"),
     (T, {"embeddings": E}, "tokens and embeddings: give embeddings_mask=.*or tokens=None"),
     (None, {"embeddings": E, "embeddings_mask": MASK}, "embeddings_mask chooses between tokens and embeddings"),
-    (T, {"embeddings_mask": MASK}, "embeddings_mask was given without embeddings"),
+    (T, {"embeddings_mask": MASK}, "embeddings_mask has no effect without embeddings"),
     (None, {"embeddings": E.astype(int)}, "embeddings must be of a floating dtype, not int"),
     (None, {"embeddings": E[..., :31]}, r"embeddings have shape \(2, 3, 31\).*d_model=32"),
     (None, {"embeddings": E[0]}, r"embeddings have shape \(3, 32\)"),

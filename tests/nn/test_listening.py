@@ -238,7 +238,7 @@ def test_an_edit_that_is_not_hashable_is_refused():
     ],
 )
 def test_an_edit_must_keep_shape_and_dtype(edit, made):
-    message = rf"a listener made {made} of activation 'a', which must stay float32\[1, 2, 32\]"
+    message = rf"a listener turned activation 'a' into {made}, but it must stay float32\[1, 2, 32\]"
     with pytest.raises(ValueError, match=message), jf.listen({"a": edit}):
         activation()
 

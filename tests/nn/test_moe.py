@@ -285,7 +285,7 @@ def test_a_rate_needs_the_bias_that_it_moves():
 
 def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
     one = dataclasses.replace(BASE, per_token=1)
-    with pytest.raises(ValueError, match="their router would learn nothing"):
+    with pytest.raises(ValueError, match="or their router would learn nothing"):
         jf.training.next_token(model(one))
     jf.training.next_token(model(dataclasses.replace(one, normalize=False)))
 

@@ -147,7 +147,9 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"~nobody-of-that-name has no home directory; write \./~nobody-of-that-name/run for"):
         expanded("~nobody-of-that-name/run")
     run.write_run(Path("~/run"), given, tokenizer.Bytes())  # as an earlier version did
-    with pytest.raises(ValueError, match=r"means .*home/run, but there is a run in \./~/run: move it there, or give \./~/run"):
+    with pytest.raises(
+        ValueError, match=r"means .*home/run, but there is a run in \./~/run; move that run there, or give \./~/run"
+    ):
         expanded("~/run")
 
 

@@ -257,14 +257,14 @@ def test_metrics_of_its_own_have_a_loss_and_get_the_weight():
     _, metrics = make_update(objective, optimizer)(state, batch)
     assert (float(metrics["loss"]), float(metrics["weight"])) == (0.5, 4.0)
     objective.metrics = lambda sums: {"score": sums["loss"]}
-    with pytest.raises(ValueError, match="must have 'loss'; it has weight, score"):
+    with pytest.raises(ValueError, match="must include 'loss'; it has weight, score"):
         make_update(objective, optimizer)(state, batch)
 
 
 def test_embeddings_do_not_go_with_the_block_for_the_token_after_the_next():
     cfg = jf.presets.llama(vocab_size=16, d_model=8, n_layers=1, n_heads=2, mtp=True)
     batch = tiny.batch(cfg) | {"embeddings": np.zeros((4, 8, 8), np.float32), "embeddings_mask": np.zeros((4, 8), bool)}
-    with pytest.raises(ValueError, match="embeddings in a batch do not go with mtp"):
+    with pytest.raises(ValueError, match="a batch with embeddings cannot be used with mtp"):
         jf.loss(tiny.drawn(cfg), batch, cfg)
 
 

@@ -202,7 +202,7 @@ def test_a_run_goes_on_and_tells_what_differs(trained, text):
 
 
 def test_loading_what_is_no_run(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent is not a run directory: it has no config.json"):
+    with pytest.raises(FileNotFoundError, match="absent is not a run directory, as it has no config.json"):
         jf.load(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         jf.load(str(tmp_path))
