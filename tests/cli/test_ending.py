@@ -162,11 +162,11 @@ def test_texts_are_shown_as_they_are(given, text, tmp_path, capsys):
     logging.getLogger("jaxformer.test").warning("skipping %s", given)
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if given in line]
-    assert [line for line in lines if line.startswith(("resuming", "differs"))] == [
+    assert [line for line in lines if line.startswith(("resuming", "changed"))] == [
         f"resuming from step 2 in r/{given}",
         f"changed since the run began: train.prompt: one -> {given}",
     ]
-    # data, resuming, differs, score, curves, records, load it, validation, title, sample, log
+    # data, resuming, changed, score, curves, records, load it, validation, title, sample, log
     assert len(shown) >= 10 + (given in repr(given)), lines
     assert any(line.startswith(f"step 1  validation {given} 1.0000") for line in lines)
 

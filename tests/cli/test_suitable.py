@@ -140,7 +140,7 @@ def test_the_positions_of_rows_are_those_that_batches_have(lengths, separate, tm
     ],
 )
 def test_sizes_that_cannot_be_are_refused(model, data, message, tmp_path):
-    with pytest.raises(ValueError, match="this run cannot fit: .*" + message):
+    with pytest.raises(ValueError, match="this run cannot fit into memory: .*" + message):
         main(config(tmp_path, model, data))
     assert not (tmp_path / "run").exists()
 

@@ -227,7 +227,7 @@ def test_shards_and_their_index(tmp_path):
         load(tmp_path / "x")
     index.write_text(text)
     first.unlink()
-    with pytest.raises(ValueError, match=f"not there: {first.name}"):
+    with pytest.raises(ValueError, match=f"do not exist: {first.name}"):
         load(tmp_path / "x")
 
 

@@ -92,7 +92,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(directories.fcntl, "flock", refuse)
     with locked(str(tmp_path)) as lock:
         lock.require()
-    assert "cannot be locked (No locks available): make sure that no other train.py uses" in caplog.text
+    assert "cannot be locked (No locks available); make sure that no other train.py uses" in caplog.text
 
 
 def test_where_nothing_can_be_written_only_writing_is_refused(tmp_path, monkeypatch):
