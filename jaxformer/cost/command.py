@@ -200,7 +200,7 @@ def parse_plan(arguments: list[str]) -> tuple[PlanOptions, tuple[str, ...]]:
 
     options = parse(arguments, "plan", f"{PLAN}\n\n{exit_codes.described('done, whether or not the run fits')}", defaults)
     if not options.topology:
-        raise ValueError("say which chips to plan for by --topology, such as v5e:4x4, v5p:4x4x4 or gpu:8xH200")
+        raise ValueError("give --topology to say which chips to plan for: v5e:4x4, v5p:4x4x4 or gpu:8xH200, for example")
     return options, tuple(stated)
 
 

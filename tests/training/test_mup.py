@@ -151,5 +151,5 @@ def test_the_program_refuses_what_mup_is_not_for(tmp_path):
     with pytest.raises(ValueError, match="tied_head"):
         program.main([str(config), "--out", str(tmp_path / "check.png")])
     assert not (tmp_path / "check.png").exists()
-    with pytest.raises(ValueError, match="two different"):
+    with pytest.raises(ValueError, match="two or more different"):
         program.Options(config, widths=(1.0, 1.0))
