@@ -1,4 +1,4 @@
-"""The two programs of this room: ``python -m jaxformer.explain CONFIG`` and ``python -m jaxformer.plan CONFIG``.
+"""The two programs of this room: ``jaxformer explain CONFIG`` and ``jaxformer plan CONFIG``.
 
 Both take the name of a preset or a config file of train.py, then flags, and print a report, Markdown or JSON.
 """
@@ -144,7 +144,7 @@ def read(name: str) -> ModelConfig | run.Config:
 
 
 def explain_command(arguments: list[str]) -> None:
-    """``python -m jaxformer.explain``"""
+    """``jaxformer explain``."""
     jax.config.update("jax_platforms", "cpu")  # shapes need no other device
     options = parse_explain(arguments)
     options.check()
@@ -168,7 +168,7 @@ def parse_explain(arguments: list[str]) -> ExplainOptions:
 
 
 def plan_command(arguments: list[str]) -> Plan:
-    """``python -m jaxformer.plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
+    """``jaxformer plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
     jax.config.update("jax_platforms", "cpu")  # nothing of this machine's accelerators is used
     options, stated = parse_plan(arguments)
     options.check()

@@ -1,4 +1,4 @@
-"""A proof that a run can be killed: ``python -m jaxformer.prove_resume CONFIG [--steps N] [--field value ...]``.
+"""A proof that a run can be killed: ``jaxformer prove-resume CONFIG [--steps N] [--field value ...]``.
 
 A process of train.py makes 2N updates in one go. Another is killed by SIGKILL once it has saved N, and a third makes N more in
 the same run directory. Parameters, optimizer state, key and step at the end are compared leaf by leaf, and all metrics.

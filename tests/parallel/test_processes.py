@@ -352,7 +352,7 @@ def test_slices_that_do_not_fit():
         MeshConfig(data=3, slices=2)
     with pytest.raises(ValueError, match="1 devices along data cannot be split into mesh.slices=2 equal groups"):
         MeshConfig(slices=2, fsdp=16).make(chips(2))
-    with pytest.raises(ValueError, match="belong to 2 slices: set mesh.slices=2, not 1"):
+    with pytest.raises(ValueError, match="belong to 2 slices; set mesh.slices=2, not 1"):
         MeshConfig(fsdp=8).make(chips(2))
     with pytest.raises(ValueError, match="slices of 8, 4 devices"):
         MeshConfig(slices=2, tensor=2).make([chip for chip in chips(2) if chip.slice_index == 0 or chip.coords[1] == 0])
