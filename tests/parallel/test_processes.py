@@ -354,7 +354,7 @@ def test_slices_that_do_not_fit():
         MeshConfig(slices=2, fsdp=16).make(chips(2))
     with pytest.raises(ValueError, match="belong to 2 slices; set mesh.slices=2, not 1"):
         MeshConfig(fsdp=8).make(chips(2))
-    with pytest.raises(ValueError, match="slices of 8, 4 devices"):
+    with pytest.raises(ValueError, match="mesh.slices needs equal slices, but they have 8, 4 devices"):
         MeshConfig(slices=2, tensor=2).make([chip for chip in chips(2) if chip.slice_index == 0 or chip.coords[1] == 0])
     with pytest.raises(ValueError, match="mesh.slices=2 does not fit devices of 1 processes"):
         MeshConfig(slices=2).make()
