@@ -19,11 +19,11 @@ import numpy as np
 import tyro
 
 from jaxformer.cli import pretrained, program_cache
-from jaxformer.cli.launch import STATUS
 from jaxformer.config import ModelConfig
 from jaxformer.config.strict import Strict, within
 from jaxformer.config.textfile import read_text
 from jaxformer.nn.logprobs import logprobs
+from jaxformer.parallel import exit_codes
 
 LONGEST = 1024
 """Tokens of the context unless --length is given or the model's max_length is less."""
@@ -34,11 +34,11 @@ class Options(Strict):
     """What to load and what to score."""
 
     run: tyro.conf.Positional[str | Path]
-    """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
+    """A run directory that train.py wrote, a Hugging Face folder with its tokenizer, or a Hugging Face Hub id."""
     files: tyro.conf.Positional[tuple[Path, ...]]
     """UTF-8 text files; each is scored on its own, as one document."""
     length: int | None = None
-    """Tokens of a window. Default: the model's max_length, at most 1024."""
+    """Number of tokens per window. Default: the model's max_length, at most 1024."""
     stride: int | None = None
     """Tokens from the start of one window to that of the next, below the length. Default: half the length. The smaller it is,
     the more context a token has, and the longer it takes."""
@@ -47,7 +47,7 @@ class Options(Strict):
     json: bool = False
     """Print JSON instead of a table."""
     trust: bool = dataclasses.field(default=False, repr=False)
-    """Follow the import paths in the config.json of a run with components of one's own, which runs their code; also take a
+    """Follow the import paths in the config.json of a run with its own components, which runs their code; also accept a
     config.json that has been edited."""
 
     def __post_init__(self):
@@ -103,13 +103,13 @@ def score(params: Any, cfg: ModelConfig, ids: Sequence[int], length: int, stride
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    description = f"{__doc__}\n{STATUS}"
+    description = f"{__doc__}\n{exit_codes.described()}"
     options = tyro.cli(Options, args=arguments, prog="jaxformer evaluate", description=description)
     program_cache.enable()
     texts = {str(path): _read(path) for path in options.files}
     cfg, params, tok = pretrained.load(options.run, options.trust)
     if cfg.encoder_layers or not cfg.causal:
-        raise ValueError(f"{options.run} is not a language model (a causal decoder); only those give text a likelihood")
+        raise ValueError(f"{options.run} is not a causal decoder; only those assign a probability to text")
     length, stride = _sizes(options, cfg)
     begins = next(i for i in (tok.bos_id, tok.eos_id, tok.pad_id, 0) if i >= 0)
     scores = {}
@@ -128,7 +128,7 @@ def _read(path: Path) -> str:
     try:
         text = read_text(os.path.expanduser(path))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     if not text:
         raise ValueError(f"{path} is empty: there is nothing to score")
     return text
@@ -141,7 +141,7 @@ def _sizes(options: Options, cfg: ModelConfig) -> tuple[int, int]:
         raise ValueError(f"--length {length} is more than the model's max_length, {cfg.max_length}")
     stride = max(1, length // 2) if options.stride is None else options.stride
     if stride >= length:
-        raise ValueError(f"--stride {stride} must be below the length of a window, {length}, or tokens would see nothing")
+        raise ValueError(f"--stride {stride} must be below the length of a window, {length}, so that every token has context")
     return length, stride
 
 

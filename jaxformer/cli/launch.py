@@ -1,4 +1,4 @@
-"""How every program ends: with its result, or with one line that says what was wrong; and with an exit status."""
+"""How every program ends: with its result, or with one line that says what was wrong; and with an exit code."""
 
 import contextlib
 import io
@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-STATUS = """Exit status: 0 done; 1 an error, named in one line; 2 options that do not fit; 130 interrupted (Ctrl-C); 141 the
-reader of the output has closed it."""
-"""What the help of each program says of it."""
-INTERRUPTED, CLOSED = 130, 141  # as a shell reports the signals INT and PIPE
+from jaxformer.parallel.exit_codes import CLOSED, INTERRUPTED
 
 
 def launch(program: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""The coordinate check of mu-P (Yang et al. 2022, appendix D.1): ``python -m jaxformer.mup CONFIG.py``.
+"""The coordinate check of mu-P (Yang et al. 2022, appendix D.1): ``jaxformer mup CONFIG.py``.
 
 Trains the model of a config of train.py at several widths for a few steps on random tokens, and shows how the mean size of
 each named activation grows with the width: with mu-P, whose base is ``optim.mup_base`` or the config's own width, and without.
@@ -22,10 +22,10 @@ import numpy as np
 import optax
 import tyro
 
-from jaxformer.cli.launch import STATUS
 from jaxformer.config import ModelConfig
 from jaxformer.config.strict import Strict, check_seed, within
 from jaxformer.nn.listening import capture
+from jaxformer.parallel import exit_codes
 from jaxformer.tokenizers.disk_cache import target, write
 from jaxformer.training.objective import loss
 from jaxformer.training.optim import OptimConfig, initial_params, optimizer
@@ -40,26 +40,26 @@ class Options(Strict):
     """What to train, and at which widths."""
 
     config: tyro.conf.Positional[Path]
-    """A config of train.py."""
+    """A config file of train.py."""
     widths: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    """Widths, as multiples of the config's d_model; heads and d_ff are multiplied too."""
+    """Widths to compare, as multiples of the config's d_model; heads and d_ff are multiplied too."""
     steps: int = 4
-    """Updates, all with optim.lr."""
+    """Number of updates, all with optim.lr."""
     rows: int = 4
-    """Sequences of the batch, which is the same in every step."""
+    """Number of sequences in the batch, which is the same in every step."""
     length: int = 32
-    """Tokens of a sequence."""
+    """Number of tokens per sequence."""
     seed: int = 0
-    """Of the tokens and the initial parameters, from 0 to 4294967295 (2^32 − 1)."""
+    """Seed of the tokens and the initial parameters, from 0 to 4294967295 (2^32 − 1)."""
     out: Path = Path("mup.png")
-    """Where the drawing goes; the ending decides its format, such as .png, .pdf or .svg."""
+    """File to write the plot to. The suffix decides its format: .png, .pdf or .svg, for example."""
 
     def __post_init__(self):
         super().__post_init__()
         within(self, 1, math.inf, "steps", "rows", "length")
         check_seed("seed", self.seed)
         if len(set(self.widths)) < 2 or min(self.widths) <= 0:
-            raise ValueError(f"widths={self.widths} must be two different positive numbers or more")
+            raise ValueError(f"widths={self.widths} must be two or more different positive numbers")
 
 
 def widened(cfg: ModelConfig, factor: float) -> ModelConfig:
@@ -68,7 +68,7 @@ def widened(cfg: ModelConfig, factor: float) -> ModelConfig:
 
     def times(name: str, number: int) -> int:
         if number * factor != round(number * factor) or number * factor < 1:
-            raise ValueError(f"{name}={number} times {factor:g} is not a whole number: choose other --widths")
+            raise ValueError(f"{name}={number} times {factor:g} is not a whole number; choose other --widths")
         return round(number * factor)
 
     names = [name for name in ("d_model", "n_heads", "d_ff", "encoder_heads", "encoder_d_ff") if getattr(cfg, name) is not None]
@@ -149,9 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    options = tyro.cli(Options, args=arguments, prog="python -m jaxformer.mup", description=f"{__doc__}\n{STATUS}")
+    options = tyro.cli(Options, args=arguments, prog="jaxformer mup", description=f"{__doc__}\n{exit_codes.described()}")
     if target(options.out).suffix[1:] not in (formats := FigureCanvasBase.get_supported_filetypes()):
-        raise ValueError(f"--out {options.out} must end with a format of drawings: {', '.join(sorted(formats))}")
+        raise ValueError(f"--out {options.out} must end with the suffix of a plot format: {', '.join(sorted(formats))}")
     config, _ = read_config(Path(os.path.expanduser(options.config)))
     models = [widened(config.model, factor) for factor in sorted(set(options.widths))]
     widths = [cfg.d_model for cfg in models]
@@ -169,4 +169,4 @@ def main(arguments: list[str] | None = None) -> None:
     for name in with_:
         table.add_row(name, f"{with_[name]:+.2f}", f"{without[name]:+.2f}")
     Console().print(table)
-    print(f"d_model {', '.join(map(str, widths))}; base {base}; drawn in {options.out}")
+    print(f"d_model {', '.join(map(str, widths))}; base {base}; plot in {options.out}")

@@ -89,7 +89,7 @@ def begin(config: run.Config, trust: bool = False) -> tuple[run.Config, Any, Cal
     before = run.read_former(config, trust)
     if before is not None and before.init != init:
         sources = [i.folder or "fresh parameters" for i in (before.init, init)]
-        raise ValueError(f"{directory} began from {sources[0]}, not from {sources[1]}; choose another --run-dir")
+        raise ValueError(f"the run in {directory} began from {sources[0]}, not from {sources[1]}; choose another --run-dir")
     if init.folder is None:
         return config, None, None
     if before is not None:  # the folder may be gone, and is needed only where the run was stopped before its first checkpoint
@@ -127,7 +127,7 @@ def _prepare(config: run.Config, trust: bool) -> tuple[ModelConfig, Callable[...
     cfg = run.read_run(Path(where), trust).model
     checkpoints = Checkpoints(Path(where) / "checkpoints")
     if not checkpoints.steps():
-        raise FileNotFoundError(f"{where} has no checkpoint to start from; train that run until it has saved one")
+        raise FileNotFoundError(f"{where} has no checkpoint yet; train that run until it has saved one")
 
     def read(like: Any = None) -> dict:
         params = run.load(where, _shardings(like), trust=trust)[1]
@@ -149,7 +149,9 @@ def _tokenizer(config: run.Config, cfg: ModelConfig) -> Any:
     tok = tokenizer.load(locate(where, config.init.revision) if made_here else asked)
     if tok.vocab_size > cfg.vocab_size:
         name = where if made_here else asked
-        raise ValueError(f"the tokenizer of {name} has {tok.vocab_size} ids, the model of {where} rows for {cfg.vocab_size}")
+        raise ValueError(
+            f"the tokenizer of {name} has {tok.vocab_size} ids, but the model of {where} has {cfg.vocab_size} rows"
+        )
     if cfg.encoder_layers and cfg.start_token != tok.bos_id:
         start = f"start with id {cfg.start_token}"
         raise ValueError(f"{where}: its targets {start}, and those of the data would with the tokenizer's bos, {tok.bos_id}")

@@ -32,7 +32,7 @@ def enable() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
     except (OSError, filelock.Timeout) as error:
-        warnings.warn(f"compiled programs are not kept: {error} (set JAXFORMER_CACHE to another folder; {OFF})", stacklevel=2)
+        warnings.warn(f"cannot cache compiled programs: {error} (set JAXFORMER_CACHE to another folder; {OFF})", stacklevel=2)
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_compilation_cache_max_size", LARGEST)

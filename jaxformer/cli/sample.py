@@ -1,4 +1,4 @@
-"""Text from a trained model: ``python -m jaxformer.sample RUN "prompt"``. ``--help`` explains every option.
+"""Text from a trained model: ``jaxformer sample RUN "prompt"``. ``--help`` explains every option.
 
 A prompt is continued, and the text is shown as it is generated. ``--interactive`` asks for one prompt after another; ``--file``
 reads one prompt per line, in batches, and writes JSON lines. An encoder–decoder translates its prompts. With ``--chat``, a
@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 
 from jaxformer.cli import accelerators, pretrained, program_cache
-from jaxformer.cli.launch import STATUS, opened
+from jaxformer.cli.launch import opened
 from jaxformer.config.strict import Strict, check_seed, to_json, within
 from jaxformer.config.textfile import read_text
 from jaxformer.decode.beam import beam_search
@@ -30,6 +30,7 @@ from jaxformer.decode.programs import compilations
 from jaxformer.decode.sampling import Sampling
 from jaxformer.decode.stream import stream
 from jaxformer.nn import model
+from jaxformer.parallel import exit_codes
 from jaxformer.tokenizers.disk_cache import target
 
 DEFAULT = Sampling(temperature=0.8)
@@ -42,19 +43,19 @@ class Options(Strict):
     """What to load, what to continue, and how."""
 
     run: tyro.conf.Positional[str | Path]
-    """Directory that train.py wrote, a Hugging Face folder with its tokenizer.json or tokenizer.model, or a hub's id."""
+    """A run directory that train.py wrote, a Hugging Face folder with its tokenizer, or a Hugging Face Hub id."""
     prompt: tyro.conf.Positional[str | None] = None
-    """The text to continue, or to translate; read from standard input if there is none."""
+    """The text to continue, or to translate. Default: read from standard input."""
     interactive: bool = False
-    """Ask for one prompt after another; Ctrl-D ends."""
+    """Ask for one prompt after another until Ctrl-D."""
     file: Path | None = None
     """A file with one prompt per line."""
     chat: bool = False
-    """A prompt is what a user says, and only the answer is shown. With --interactive the conversation goes on; an empty line
-    begins another."""
+    """Take a prompt as a user's message, and show only the model's answer. With --interactive each prompt continues the
+    conversation; an empty line begins a new one."""
     out: Path | None = None
-    """Where to write the JSON lines of --file; standard output by default. An interrupted command, given again, continues;
-    it is refused where the model or an option has changed since."""
+    """File to write the JSON lines of --file to. Default: standard output. The same command continues one that was
+    interrupted, unless the model or an option has changed since."""
     n: int = 1
     """Number of outputs per prompt."""
     max_new_tokens: int = 200
@@ -62,15 +63,15 @@ class Options(Strict):
     stop: tuple[str, ...] = ()
     """Texts that end an output."""
     batch_size: int = 8
-    """Number of prompts of --file that are generated at a time."""
+    """Number of prompts of --file that are processed at a time."""
     num_beams: int | None = None
-    """Number of hypotheses that beam search keeps; 0: sample instead. By default 4 for an encoder–decoder, else 0."""
+    """Number of hypotheses that beam search keeps; 0: sample instead. Default: 4 for an encoder–decoder, otherwise 0."""
     length_penalty: float = 1.0
     """Exponent of the length that beam search divides scores by; larger values favour longer outputs."""
     seed: int = 0
     """Seed of the random draws, from 0 to 4294967295 (2^32 − 1)."""
     trust: bool = dataclasses.field(default=False, repr=False)
-    """Follow the import paths in the config.json of a run with components of one's own, which runs their code; also take a
+    """Follow the import paths in the config.json of a run with its own components, which runs their code; also accept a
     config.json that has been edited."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(default_factory=lambda: DEFAULT)
     """How the next token is chosen."""
@@ -81,17 +82,17 @@ class Options(Strict):
         within(self, 0, math.inf, "num_beams")
         check_seed("seed", self.seed)
         if (self.prompt is not None) + self.interactive + (self.file is not None) > 1:
-            raise ValueError("give one of: a prompt, --interactive, --file")
+            raise ValueError("give only one of: a prompt, --interactive, --file")
         if self.chat and self.interactive and self.n > 1:
-            raise ValueError("a conversation goes on from one answer; give --n 1")
+            raise ValueError("a conversation continues from one answer; give --n 1")
         if self.out is not None and self.file is None:
-            raise ValueError("--out goes with --file")
+            raise ValueError("--out has no effect without --file")
 
     def with_files(self) -> "Options":
         """These options with ``~`` expanded in --file and --out. Raises ValueError where one cannot be read or written."""
         file = None if self.file is None else Path(os.path.expanduser(self.file))
         if file is not None and (file.is_dir() or not file.exists()):
-            raise ValueError(f"{file} is a folder; --file takes a file" if file.exists() else f"no file {file}")
+            raise ValueError(f"{file} is a folder; --file takes a file" if file.exists() else f"there is no file {file}")
         return dataclasses.replace(self, file=file, out=None if self.out is None else target(self.out))
 
 
@@ -106,7 +107,7 @@ class Writer:
         self.asked = 0
         """Prompts so far: the random draws for the next ones depend on it."""
         if self._beams and (options.sampling != DEFAULT or options.stop):
-            raise ValueError("beam search takes no sampling options and no --stop; give --num-beams 0 for options of sampling")
+            raise ValueError("beam search takes neither sampling options nor --stop; give --num-beams 0 to use them")
         if self._beams and options.n > self._beams:
             raise ValueError(f"--n {options.n} is more than --num-beams {self._beams}")
 
@@ -215,7 +216,7 @@ def write_all(writer: Writer) -> None:
     try:
         text = read_text(options.file)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{options.file} is not UTF-8: {error}") from error
+        raise ValueError(f"{options.file} is not UTF-8 text: {error}") from error
     prompts = text.removesuffix("\n").split("\n")  # no other character ends a line
     if not any(prompts):
         raise ValueError(f"{options.file} is empty: it needs one prompt per line")
@@ -230,7 +231,7 @@ def write_all(writer: Writer) -> None:
     began, tokens = time.perf_counter(), 0
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if done:
-        console.print(f"{done} of {len(prompts)} prompts are in {options.out} already")
+        console.print(f"{done} of {len(prompts)} prompts are already in {options.out}")
     # The longest first would need fewer programs; order is worth more: a file that breaks off is a file of the first prompts.
     starts = track(range(done, len(prompts), options.batch_size), "prompts", console=console, transient=True)
     with opened(options.out) as out:
@@ -261,13 +262,13 @@ def _written(out: Path | None, prompts: list[str], settings: str) -> int:
         except (ValueError, KeyError, TypeError, RecursionError):
             prompt = made_with = None
         if number >= len(prompts) or prompt != prompts[number]:
-            raise ValueError(f"{out}, line {number + 1}, is not of the prompts of this file; choose another --out")
+            raise ValueError(f"{out}, line {number + 1}, does not belong to the prompts of --file; choose another --out")
         if made_with != settings:
-            raise ValueError(f"{out} was begun with another model or other options; give those again, or choose another --out")
+            raise ValueError(f"{out} was begun with another model or other options; use the same ones, or choose another --out")
     if rest:
         begun = b"".join(json.dumps({"prompt": p}, ensure_ascii=False)[:-1].encode() for p in prompts[len(lines) :][:1])
         if not begun or rest[: len(begun)] != begun[: len(rest)]:
-            raise ValueError(f"{out} ends with something else than outputs of this file; choose another --out")
+            raise ValueError(f"{out} ends with something other than outputs of this command; choose another --out")
         os.truncate(out, out.stat().st_size - len(rest))
     return len(lines)
 
@@ -277,12 +278,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = tyro.cli(
         Options,
         args=arguments,
-        prog="python -m jaxformer.sample",
-        description=f"{__doc__}\n{STATUS}",
+        prog="jaxformer sample",
+        description=f"{__doc__}\n{exit_codes.described()}",
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
     program_cache.enable()
-    if warning := accelerators.missing_extra("python -m jaxformer.sample"):
+    if warning := accelerators.missing_extra("jaxformer sample"):
         print(warning, file=sys.stderr)
     writer = Writer(options := options.with_files())
     if options.file is not None:

@@ -33,7 +33,7 @@ def _check_model(config: Config) -> None:
     if cfg.encoder_layers and task == "text":
         raise ValueError("data.task='text' has no source for an encoder (model.encoder_layers above 0); use pairs or dates")
     if not cfg.encoder_layers and task != "text":
-        raise ValueError(f"data.task={task!r} has sources, which only an encoder reads: set model.encoder_layers")
+        raise ValueError(f"data.task={task!r} has source sequences, which only an encoder reads; set model.encoder_layers")
     wrong = {
         "causal=False: each token sees the one that it is to predict": not cfg.causal,
         "has_head=False: it gives no logits": not cfg.has_head,

@@ -26,7 +26,7 @@ def changes(directory: Path, cfg: DataConfig, corpus: Data) -> list[str]:
         before = json_files.parse(json_files.content(path))
         chosen, hashes = dict(before["chosen"]), dict(before["hashes"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read: {error!r}; delete it to continue without a comparison of the text") from error
+        raise ValueError(f"{path} cannot be read: {error!r}; delete it to continue without comparing the text") from error
     names = [name for name, value in now["hashes"].items() if hashes and hashes.get(name) != value]
     if not names:
         return []
@@ -35,7 +35,7 @@ def changes(directory: Path, cfg: DataConfig, corpus: Data) -> list[str]:
         return []  # said already, as fields that differ
     if not cfg.accept_change:
         raise ValueError(
-            f"{what} is not the one that {directory} has been trained on; put that back, choose another --run-dir, or continue "
+            f"{what} is not the one that {directory} has been trained on; restore it, choose another --run-dir, or continue "
             f"with the text as it is now by --data.accept-change"
         )
     return [f"{what} has changed"]

@@ -2,9 +2,7 @@
 
 The same command with the same run directory continues from the last checkpoint, exactly.
 
-Exit codes: 0, all steps are done; 1, refused or failed, and standard error says why; 2, the command line could not be read; 75,
-stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: the same command goes on; 130, stopped at once by a second
-Ctrl-C, or by one before the first step.
+The exit codes are those of ``parallel.exit_codes``.
 """
 
 import dataclasses
@@ -27,7 +25,7 @@ from jaxformer.config import spec as specs
 from jaxformer.cost import model_flops
 from jaxformer.cost.topology import peak_of
 from jaxformer.nn import model
-from jaxformer.parallel import ending, multihost
+from jaxformer.parallel import exit_codes, multihost
 from jaxformer.parallel.ending import stopping
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
@@ -49,7 +47,7 @@ DEFAULT = shipped.FOLDER / "quickstart.py"
 def main(config: run.Config, trust: bool = False) -> int:
     """Trains, or shows the results of a run that is finished. Gives the exit code."""
     config = run.at_home(config)
-    with locked(config.run_dir) as lock, during("could not go on", lock.directory, OSError):
+    with locked(config.run_dir) as lock, during("could not continue", lock.directory, OSError):
         return train_run(config, lock, trust)
 
 
@@ -109,9 +107,9 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         best = checkpoints.best_step()
     if not is_done:
         stopped(report.console, int(current.step), directory)
-        return ending.STOPPED
+        return exit_codes.STOPPED
     results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
-    return ending.FINISHED
+    return exit_codes.FINISHED
 
 
 def make_report(config: run.Config, corpus: data.Data, directory: Path, start: int, fetch: Callable) -> Report:
@@ -154,7 +152,7 @@ def first_step(lock: Lock, restored: Any, steps: int) -> int:
     to do."""
     start = 0 if restored is None else int(restored.step)
     if start > steps:
-        raise ValueError(f"{lock.directory} is at step {start} already, past train.steps={steps}")
+        raise ValueError(f"{lock.directory} is already at step {start}, past train.steps={steps}; raise train.steps")
     if start < steps:
         lock.require()
     return start
@@ -222,11 +220,11 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
     if peak_of(jax.devices()[0].device_kind) is None:
-        console.print(f"MFU is not shown: unknown peak of {jax.devices()[0].device_kind}")
+        console.print(f"MFU is not shown: unknown peak FLOP/s of {jax.devices()[0].device_kind}")
     if start:
         console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)
     for change in changes:
-        console.print(Text.assemble(("differs from how the run began", "yellow"), f": {change}"), soft_wrap=True)
+        console.print(Text.assemble(("changed since the run began", "yellow"), f": {change}"), soft_wrap=True)
 
 
 def launch(arguments: list[str]) -> None:
@@ -244,7 +242,7 @@ def launch(arguments: list[str]) -> None:
                 sys.exit(preflight.main(*asked, make_placement, suits, command.trust))
             code = main(config, command.trust)
     except KeyboardInterrupt:
-        os._exit(ending.INTERRUPTED)  # Python's own exit would wait for threads that save
+        os._exit(exit_codes.INTERRUPTED)  # Python's own exit would wait for threads that save
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {described(error)}")
     sys.exit(code)

@@ -24,7 +24,7 @@ Residual = Literal["pre", "post", "parallel", "sandwich", "branch"]
 
 def _head_dim(cfg: "ModelConfig") -> int:
     if cfg.d_model % cfg.n_heads:
-        raise ValueError(f"d_model={cfg.d_model} does not divide by n_heads={cfg.n_heads}; give head_dim or change one")
+        raise ValueError(f"d_model={cfg.d_model} is not divisible by n_heads={cfg.n_heads}; change one, or give head_dim")
     return cfg.d_model // cfg.n_heads
 
 
@@ -58,31 +58,31 @@ class ModelConfig(Strict):
     FORMER = {"save": "remat_save"}
 
     vocab_size: int
-    """[V] rows of the embedding table."""
+    """[V] Rows of the embedding table, one per token id."""
     d_model: int
-    """[D] width of the residual stream."""
+    """[D] Width of the residual stream."""
     n_layers: int
-    """[L] blocks of the decoder (or of the only stack)."""
+    """[L] Number of blocks in the decoder, or in the only stack."""
     n_heads: int
-    """[N = K·G] query heads."""
+    """[N = K·G] Number of query heads."""
     n_kv_heads: int = Derived(0)
-    """[K] key/value heads: n_heads (the default) is MHA, 1 is MQA, anything between GQA."""
+    """[K] Number of key/value heads: n_heads (the default) is MHA, 1 is MQA, anything in between is GQA."""
     head_dim: int = Derived(0)
-    """[H] width of a head; d_model / n_heads unless given."""
+    """[H] Width of a head. Default: d_model / n_heads."""
     d_ff: int = Derived(0)
-    """[F] hidden width of the feed-forward; 4·d_model unless given."""
+    """[F] Hidden width of the feed-forward. Default: 4·d_model."""
     max_length: int = 2048
-    """[P] rows of a learned position table, and the length that decoding and training plan for."""
+    """[P] Rows of a learned position table, and the sequence length in tokens that decoding and training plan for."""
     encoder_layers: int = 0
-    """Blocks of the encoder; above 0 the model is an encoder–decoder and its decoder has cross-attention."""
+    """Number of blocks in the encoder. Above 0, the model is an encoder–decoder and its decoder has cross-attention."""
     encoder_heads: int | None = None
-    """[N] heads of the encoder; n_heads unless given."""
+    """[N] Number of query heads in the encoder. Default: n_heads."""
     encoder_d_ff: int | None = None
-    """[F] of the encoder; d_ff unless given."""
+    """[F] Hidden width of the encoder's feed-forward. Default: d_ff."""
     start_token: int | None = None
-    """Id that the target of an encoder–decoder starts with."""
+    """Id of the token that every target of an encoder–decoder starts with."""
     causal: bool = True
-    """Whether a position sees only itself and what stands before it."""
+    """Whether a position attends only to itself and to earlier positions."""
 
     attention: Any = "grouped"
     """Attention component: grouped (MHA, GQA and MQA in one), latent, or 'package.module:name'."""
@@ -101,57 +101,57 @@ class ModelConfig(Strict):
     parallel, x + attention(norm(x)) + mlp(norm'(x)); sandwich, x + norm'(f(norm(x))); branch, x + norm(f(x))."""
 
     norm_eps: float = 1e-5
-    """Epsilon inside the root of a norm."""
+    """Epsilon that a norm adds to the variance before the square root."""
     rope_theta: float = 10_000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary (RoPE) frequencies."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
-    """Pairs that RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
+    """Which pairs RoPE rotates: interleaved, (x[2i], x[2i+1]); half, (x[i], x[i+H/2]), as published checkpoints store them."""
     rope_fraction: float = 1.0
     """Share of every head's width that is rotated, from its start."""
     rope_local_theta: float | None = None
-    """Base of the layers that have a window, whose frequencies are not scaled; rope_theta and rope_scaling unless given."""
+    """RoPE base of the layers that have a window, without scaling. Default: they use rope_theta and rope_scaling too."""
     rope_scaling: RopeScaling = RopeScaling()
-    """How the rotary frequencies are stretched (None: not at all)."""
+    """How the rotary frequencies are stretched for longer sequences (None: not at all)."""
     position_offset: int = 0
-    """Row of a learned table that position 0 reads; the table has as many more."""
+    """Row of a learned position table that position 0 reads; the table has this many extra rows."""
     relative_buckets: int = 32
-    """[P] buckets of relative positions (position='relative')."""
+    """[P] Number of buckets of relative positions (position='relative')."""
     relative_distance: int = 128
-    """Distance from which on all share the last bucket."""
+    """Distance in tokens from which all pairs share the last bucket (position='relative')."""
     window: int | tuple[int | None, ...] | None = None
-    """Keys that a query sees, itself included; one number for all layers, or one per layer (None: all keys)."""
+    """Number of keys that a query attends to, its own included: one number, or one per layer. None: all keys."""
     attention_scale: float | None = None
-    """Multiplies the scores; 1/sqrt(H) unless given."""
+    """Factor by which the attention scores are multiplied. Default: 1/sqrt(H)."""
     attention_softcap: float | None = None
-    """c·tanh(scores / c) before the mask."""
+    """Bounds the attention scores before the mask: c·tanh(scores / c). None: unbounded."""
     logit_softcap: float | None = None
-    """c·tanh(logits / c)."""
+    """Bounds the logits: c·tanh(logits / c). None: unbounded."""
     qk_norm: Literal["none", "head", "all"] = "none"
-    """Normalise queries and keys before RoPE: every head by itself, or all heads of a token together. True is "head"."""
+    """Normalise queries and keys before RoPE: head, each head by itself; all, all heads of a token together. True is "head"."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     out_bias: bool = False
-    """Bias on the attention's output projection."""
+    """Whether the attention's output projection has a bias."""
     mlp_bias: bool = False
-    """Biases in the feed-forward."""
+    """Whether the feed-forward has biases."""
     tied_head: bool = False
-    """The head is the transposed embedding: one array, both uses."""
+    """Use the transposed token embedding as the head, so that the two share one array."""
     token_types: int = 0
-    """Kinds of tokens that are told apart by an embedding of their own (token_types= of the forward)."""
+    """Number of token types with an embedding each, as in BERT (the argument token_types of jf.forward). 0: none."""
     has_head: bool = True
-    """Whether the model has logits; without, only ``jf.hidden``."""
+    """Whether the model has a head, which gives logits. Without one, use ``jf.hidden``."""
     head_transform: bool = False
-    """A linear map with bias, the activation of the mlp and a norm before the head."""
+    """Put a linear map with bias, the activation of mlp and a norm before the head, as in BERT."""
     pooler: bool = False
-    """A linear map and tanh of the first token (``jf.model.pooled``)."""
+    """Add a pooler: a linear map and tanh of the first token's hidden state (``jf.model.pooled``)."""
     head_bias: bool = False
-    """Bias on the logits."""
+    """Whether the logits have a bias."""
     mtp: bool = False
-    """A block more, which predicts the token after the next (``nn.mtp``)."""
+    """Add a block that predicts the token after the next one, as DeepSeek-V3 does (``nn.mtp``)."""
     scale_head: bool = False
-    """Multiply what the head reads by 1/sqrt(D)."""
+    """Multiply the hidden states by 1/sqrt(D) before the head."""
     embedding_norm: bool = False
-    """Normalise the embeddings, with their positions."""
+    """Normalise the embeddings after positions have been added."""
     scale_embedding: bool = False
     """Multiply embeddings by sqrt(D); they are then initialised with std 1/sqrt(D)."""
 
@@ -178,7 +178,7 @@ class ModelConfig(Strict):
             value = getattr(self, kind)
             by_layer = isinstance(value, list) or type(value) is tuple  # a NamedTuple is one component
             if by_layer and kind not in BY_LAYER:
-                raise ValueError(f"{kind}={value!r} cannot be chosen by layer, as {', '.join(BY_LAYER)} can")
+                raise ValueError(f"{kind}={value!r} cannot be chosen by layer; only {', '.join(BY_LAYER)} can")
             set_(kind, tuple(normalized(kind, v) for v in value) if by_layer else normalized(kind, value))
         set_("param_dtype", dtype_name("param_dtype", self.param_dtype))
         for name in ("n_kv_heads", "head_dim", "d_ff"):

@@ -25,35 +25,35 @@ def check(cfg: Any) -> None:
     within(cfg, 2, 2**31, "relative_buckets", "relative_distance")
     within(cfg, 0, cfg.vocab_size, "start_token")
     if cfg.n_heads % cfg.n_kv_heads:
-        raise ValueError(f"n_heads={cfg.n_heads} does not divide by n_kv_heads={cfg.n_kv_heads}")
+        raise ValueError(f"n_heads={cfg.n_heads} is not divisible by n_kv_heads={cfg.n_kv_heads}")
     for name in BY_LAYER:
         value = getattr(cfg, name)
         if type(value) is tuple and len(value) != cfg.n_layers:
-            raise ValueError(f"{name} has {len(value)} entries for n_layers={cfg.n_layers}")
+            raise ValueError(f"{name} has {len(value)} entries, but n_layers={cfg.n_layers}: give one entry per layer")
     for width in cfg.window if isinstance(cfg.window, tuple) else (cfg.window,):
         if width is not None and width < 1:
-            raise ValueError(f"window={width} must be at least 1: a query sees itself")
+            raise ValueError(f"window={width} must be at least 1, because a query always sees its own key")
     if not 0 < cfg.rope_fraction <= 1:
-        raise ValueError(f"rope_fraction={cfg.rope_fraction} is outside (0, 1]")
+        raise ValueError(f"rope_fraction={cfg.rope_fraction} must be above 0 and at most 1")
     if cfg.position == "rope" and (cfg.rotary_dim % 2 or not cfg.rotary_dim):
         share = f"rope_fraction={cfg.rope_fraction} of " if cfg.rope_fraction < 1 else ""
-        raise ValueError(f"{share}head_dim={cfg.head_dim} is odd: RoPE rotates pairs of dimensions; choose an even size")
+        raise ValueError(f"{share}head_dim={cfg.head_dim} is odd, but RoPE rotates pairs of dimensions; choose an even size")
     if cfg.head_transform and cfg.mlp not in ("relu", "silu", "gelu", "gelu_tanh"):
         raise ValueError(
             f"head_transform uses the activation of mlp, which must be relu, silu, gelu or gelu_tanh, not {cfg.mlp!r}"
         )
     if cfg.position in ("sinusoidal", "sinusoidal_half") and cfg.d_model % 2:
         raise ValueError(
-            f"d_model={cfg.d_model} is odd: sinusoidal positions are pairs of sine and cosine; choose an even size"
+            f"d_model={cfg.d_model} is odd, but sinusoidal positions are pairs of sine and cosine; choose an even size"
         )
     if cfg.position == "rope" and cfg.rope_scaling.kind == "dynamic" and cfg.rotary_dim < 4:
-        raise ValueError(f"head_dim={cfg.head_dim}: rope_scaling of kind 'dynamic' needs more than one pair")
+        raise ValueError(f"head_dim={cfg.head_dim} is too small: dynamic rope_scaling needs at least two rotated pairs")
     if "rope" not in cfg.positions and cfg.rope_scaling.kind != "none":
         raise ValueError(f"rope_scaling of kind {cfg.rope_scaling.kind!r} has no effect with position={cfg.position!r}")
     if "relative" in cfg.positions:
         _check_relative(cfg)
     if cfg.execution.balance_rate and cfg.experts.n_experts and not cfg.experts.selection_bias:
-        raise ValueError("balance_rate changes the selection bias: set experts.selection_bias")
+        raise ValueError("balance_rate adjusts the selection bias of experts, so it needs experts.selection_bias=True")
     cfg.experts.check(cfg)
     cfg.latent.check(cfg)
     _check_letters(cfg)
@@ -66,20 +66,22 @@ def _check_letters(cfg):
     for kind in BUILT_IN:
         for letter, size in letters(getattr(cfg, kind), cfg).items():
             if not (isinstance(letter, str) and len(letter) == 1 and letter.isascii() and letter.isupper()):
-                raise ValueError(f"{kind} declares {letter!r}: a dimension is one letter from A to Z")
+                raise ValueError(f"{kind} declares the dimension {letter!r}; it must be one letter from A to Z")
             if letter in KEY:
-                raise ValueError(f"{kind} declares the letter {letter!r}, which the dimension key has already")
+                raise ValueError(f"{kind} declares {letter!r}, a letter of the dimension key; choose one that is free")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{kind} declares {letter!r} of size {size!r}: it must be an integer of at least 1")
+                raise ValueError(f"{kind} declares {letter!r} with size {size!r}, which must be an integer of at least 1")
             other, known = declared.setdefault(letter, (kind, size))
             if known != size:
-                raise ValueError(f"{kind} declares {letter!r} of size {size}, {other} of size {known}: give one another letter")
+                raise ValueError(
+                    f"{kind} declares {letter!r} with size {size}, but {other} with size {known}; rename one of them"
+                )
 
 
 def _check_by_layer(cfg):
     chosen = [name for name in BY_LAYER if type(getattr(cfg, name)) is tuple and name != "window"]
     if chosen and cfg.encoder_layers:
-        raise ValueError(f"{chosen[0]} by layer is not for encoder–decoders (encoder_layers above 0)")
+        raise ValueError(f"{chosen[0]} cannot be chosen by layer in an encoder–decoder (encoder_layers above 0)")
     if chosen:
         _ = cfg.layers  # each is checked as a config of its own
 
@@ -88,25 +90,29 @@ def _check_relative(cfg):
     both_ways = bool(cfg.encoder_layers) or not cfg.causal
     exact = cfg.relative_buckets // (4 if both_ways else 2)
     if exact < 1:
-        raise ValueError(f"relative_buckets={cfg.relative_buckets} must be at least {4 if both_ways else 2}")
+        raise ValueError(f"relative_buckets={cfg.relative_buckets} must be at least {4 if both_ways else 2} for this model")
     if cfg.relative_distance <= cfg.relative_buckets // 2:
         half = f"half of relative_buckets={cfg.relative_buckets}"
-        raise ValueError(f"relative_distance={cfg.relative_distance} must be above {half}, one for each distance")
+        raise ValueError(f"relative_distance={cfg.relative_distance} must be more than {half}")
 
 
 def _check_encoder(cfg):
     fits = cfg.causal and cfg.has_head and not cfg.token_types and cfg.positions <= {"rope", "none"}
     if cfg.mtp and (cfg.encoder_layers or not fits):
-        raise ValueError("mtp needs a causal decoder with a head, and position='rope' or 'none'")
+        raise ValueError(
+            "mtp=True needs a decoder-only causal model with a head, no token types, and position='rope' or 'none'"
+        )
     if cfg.encoder_layers and cfg.residual == "parallel":
         raise ValueError("residual='parallel' is not defined for a decoder with cross-attention (encoder_layers above 0)")
     if cfg.encoder_layers:
         try:
             _ = cfg.encoder
         except ValueError as error:  # its n_heads is our encoder_heads
-            raise ValueError("of the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
+            raise ValueError("the encoder: " + re.sub(r"\bn_heads=", "encoder_heads=", str(error))) from error
     elif cfg.encoder_heads is not None or cfg.encoder_d_ff is not None:
-        raise ValueError("encoder_heads and encoder_d_ff have no effect without an encoder (encoder_layers=0)")
+        raise ValueError(
+            "encoder_heads and encoder_d_ff have no effect without an encoder; set encoder_layers, or leave them out"
+        )
 
 
 def letters(component: Any, cfg: Any) -> dict[str, int]:

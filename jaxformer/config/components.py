@@ -66,17 +66,19 @@ def normalized(kind: str, value: Any) -> Any:
         return value
     component = imported(kind, value) if isinstance(value, str) else value
     if getattr(component, "__name__", None) == f"jaxformer.nn.{kind}":
-        raise ValueError(f"{kind}={value!r} is what looks components up; give it one of: {', '.join(BUILT_IN[kind])}")
+        raise ValueError(
+            f"{kind}={value!r} is not a component but what looks them up; give one of: {', '.join(BUILT_IN[kind])}"
+        )
     if isinstance(component, type) and dataclasses.is_dataclass(component):
         component = _instance(kind, value, component, {})
     if isinstance(component, type) and isinstance(inspect.getattr_static(component, "spec", None), types.FunctionType):
-        raise ValueError(f"{kind}={value!r} is a class with ordinary methods: give an instance, {component.__name__}()")
+        raise ValueError(f"{kind}={value!r} is a class, and its methods need an instance; give {component.__name__}()")
     if not (hasattr(component, "spec") and hasattr(component, "apply")):
         raise ValueError(f"{kind}={value!r}: a component needs both spec(cfg) and apply(params, x, ...)")
     if has_fields(component):
         if hasattr(component, "component"):
             raise ValueError(
-                f"{kind}={component!r}: a hyperparameter cannot be called 'component', which names its import path"
+                f"{kind}={component!r}: a hyperparameter cannot be called 'component', a name kept for the import path"
             )
         _check_hashable(kind, component)
         return component
@@ -100,7 +102,7 @@ def _check_hashable(kind: str, component: Any) -> None:
         hash(component)
     except TypeError as error:
         raise ValueError(
-            f"{kind}={component!r} is not hashable: declare it @dataclass(frozen=True), with tuples for lists"
+            f"{kind}={component!r} is not hashable; declare it @dataclass(frozen=True), and use tuples in place of lists"
         ) from error
 
 
@@ -123,7 +125,7 @@ def imported(kind: str, name: str) -> Any:
     try:
         value = importlib.import_module(module)
     except (ImportError, ValueError, TypeError) as error:  # the last two for "" and for relative names
-        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error} (its folder must be on PYTHONPATH)") from error
+        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error}. Its folder must be on PYTHONPATH") from error
     for step in filter(None, attribute.split(".")):
         if not hasattr(value, step):
             raise ValueError(
@@ -138,7 +140,7 @@ def _called(kind: str, name: str, component: Any) -> Any:
     try:
         call = ast.parse(name.partition(":")[2], mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name | ast.Attribute) or call.args:
-            raise ValueError("these are not keywords")
+            raise ValueError("the hyperparameters are not keywords")
         fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{kind}={name!r}: write hyperparameters as keywords, such as Name(temperature=2.0)") from error
@@ -147,7 +149,7 @@ def _called(kind: str, name: str, component: Any) -> Any:
 
 def _constructed(kind: str, name: str, component: Any, fields: dict[str, Any]) -> Any:
     if not (isinstance(component, type) and dataclasses.is_dataclass(component)):
-        raise ValueError(f"{kind}={name!r} is no dataclass, and takes no hyperparameters")
+        raise ValueError(f"{kind}={name!r} is not a dataclass, so it takes no hyperparameters")
     known = [field.name for field in dataclasses.fields(component) if field.init]
     for field in fields:
         if field not in known:
@@ -218,5 +220,5 @@ def from_plain(kind: str, value: Any) -> Any:
     fields = {name: _tuples(hyperparameter) for name, hyperparameter in value.items() if name != "component"}
     path = value.get("component")
     if not isinstance(path, str):
-        raise ValueError(f"{kind}={value!r} names no component")
+        raise ValueError(f"{kind}={value!r} does not name a component")
     return _constructed(kind, path, imported(kind, path), fields)

@@ -13,7 +13,7 @@ from jaxformer.config.strict import Strict, dtype_name, within
 class Execution(Strict):
     """How the function of an architecture is computed, and what is added to it in training.
 
-    A checkpoint fits a model whatever these fields say: a run may change any of them when it goes on.
+    A checkpoint fits a model whatever these fields say: a run may change any of them when it is resumed.
     """
 
     dtype: str = "float32"
@@ -46,8 +46,8 @@ class Execution(Strict):
     router_z_loss: float = 0.0
     """Weight of the mean squared logsumexp of the routers' logits (Zoph et al. 2022, eq. 5)."""
     balance_rate: float = 0.0
-    """Step by which an update raises the selection bias of experts with less than the mean load and lowers that of the others
-    (Wang et al. 2024)."""
+    """Amount by which each update raises the selection bias of experts with less than the mean load and lowers that of the
+    others (Wang et al. 2024)."""
 
     def __post_init__(self):
         set_ = functools.partial(object.__setattr__, self)
@@ -59,7 +59,9 @@ class Execution(Strict):
         within(self, 0, math.inf, "balance_loss", "router_z_loss", "balance_rate")
         within(self, 0, math.inf, "expert_capacity", open_low=True)
         if self.remat_save and self.remat == "none":
-            raise ValueError(f"remat_save={self.remat_save} has no effect with remat='none', which recomputes nothing")
+            raise ValueError(
+                f"remat_save={self.remat_save} has no effect with remat='none', which recomputes nothing; set remat too"
+            )
 
     @property
     def has_dropout(self) -> bool:

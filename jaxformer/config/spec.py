@@ -47,7 +47,7 @@ class Param:
 def _shape(letters: str, sizes: dict[str, int], what: str) -> tuple[int, ...]:
     for letter in letters:
         if letter not in sizes:
-            raise ValueError(f"{what}: no size for {letter!r}{nearest(letter, sizes)}")
+            raise ValueError(f"{what}: the size of dimension {letter!r} is not known{nearest(letter, sizes)}")
     return tuple(sizes[letter] for letter in letters)
 
 
@@ -177,7 +177,7 @@ def active(spec: Tree, cfg: ModelConfig) -> int:
 def check(params: Tree, spec: Tree, cfg: ModelConfig) -> None:
     """Raises ValueError with a tree diff (missing, unexpected, shape) where ``params`` is not what ``spec`` declares."""
     if not isinstance(params, dict):
-        raise ValueError(f"parameters must be a nested dict of arrays, as init gives it, not {type(params).__name__}")
+        raise ValueError(f"parameters must be a nested dict of arrays, as jf.init returns, not {type(params).__name__}")
     actual = {path: tuple(jnp.shape(leaf)) for path, leaf in walk(params)}
     expected = {path: param.shape(cfg) for path, param in walk(spec)}
     if lines := diff(expected, actual):

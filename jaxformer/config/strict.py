@@ -205,8 +205,8 @@ def refuse(paths: Mapping[str, list[str]]) -> None:
     if paths:
         named = ", ".join(f"{field}={path!r}" for field, several in paths.items() for path in dict.fromkeys(several))
         raise ValueError(
-            f"it names code that is not the library's: {named}. Loading it would import and run that code; if you trust it, "
-            "give trust=True, or --trust on the command line"
+            f"the config names code that is not part of jaxformer: {named}. Loading it would run that code; if you trust it, "
+            "pass trust=True, or --trust on the command line"
         )
 
 
@@ -226,5 +226,5 @@ def dtype_name(name: str, value: Any) -> str:
     if dtype.name not in DTYPES:
         raise ValueError(f"{name}={value!r} must be a floating dtype: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(f"{name}={value!r} needs jax.config.update('jax_enable_x64', True): JAX would make float32 of it")
+        raise ValueError(f"{name}={value!r} needs jax.config.update('jax_enable_x64', True); without it, JAX would use float32")
     return dtype.name

@@ -18,7 +18,7 @@ def require_regular(path: str | os.PathLike) -> None:
         return
     for matches, kind in _KINDS:
         if matches(mode):
-            raise ValueError(f"{os.fspath(path)} is {kind}, not a file: write what it gives to a file first")
+            raise ValueError(f"{os.fspath(path)} is {kind}, not a regular file; copy its contents into a file first")
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:

@@ -1,4 +1,4 @@
-"""The two programs of this room: ``python -m jaxformer.explain CONFIG`` and ``python -m jaxformer.plan CONFIG``.
+"""The two programs of this room: ``jaxformer explain CONFIG`` and ``jaxformer plan CONFIG``.
 
 Both take the name of a preset or a config file of train.py, then flags, and print a report, Markdown or JSON.
 """
@@ -30,16 +30,16 @@ from jaxformer.cost.explanation import Explanation, explain
 from jaxformer.cost.plan import Plan, ProgramPlan, Trial
 from jaxformer.data import DataConfig
 from jaxformer.nn import model
+from jaxformer.parallel import exit_codes
 from jaxformer.parallel.sharding import AXES, MeshConfig
 from jaxformer.tokenizers.disk_cache import target, write
 from jaxformer.training import run, shipped
 
-EXPLAIN = """What a model's forward costs, step by step. CONFIG is the name of a preset or a config file of train.py. The model
-is only traced: nothing is computed, and no device is needed. Exit status: 0 done; 1 an error, named in one line; 2 options that
-do not fit."""
-PLAN = """What a run needs and takes, before it runs. CONFIG is the name of a preset or a config file of train.py. For TPUs the
-real training step, or with --decode the real programs of generation, are compiled without the chips; for GPUs the plan is
-computed. Exit status: 0 done, whether or not the run fits; 1 an error, named in one line; 2 options that do not fit."""
+EXPLAIN = """Shows what a model's forward pass costs, step by step. CONFIG is the name of a preset or a config file of train.py.
+The model is only traced: nothing is computed, and no device is needed."""
+PLAN = """Finds out how much memory and time a run takes, before it runs. CONFIG is the name of a preset or a config file of
+train.py. For TPUs the real training step, or with --decode the real programs of generation, are compiled without the chips; for
+GPUs the plan is computed."""
 ROWS_PER_DEVICE = 4
 """Rows per device for a preset, unless data.batch_size is given."""
 LONGEST = 4096
@@ -58,7 +58,7 @@ class Output(Strict):
     def __post_init__(self):
         super().__post_init__()
         if self.markdown and self.json == "-":
-            raise ValueError("give one of --markdown, --json")
+            raise ValueError("give either --markdown or --json, not both")
 
     def check(self) -> None:
         """Raises ValueError where the file cannot be written."""
@@ -127,7 +127,7 @@ def parse(arguments: list[str], program: str, description: str, defaults: Callab
     # --json may stand without a value, which tyro does not know.
     pairs = zip(flags, [*flags[1:], "--"], strict=False)
     flags = ["--json=-" if flag == "--json" and following.startswith("--") else flag for flag, following in pairs]
-    prog = f"python -m jaxformer.{program} CONFIG"
+    prog = f"jaxformer {program} CONFIG"
     default = defaults(name)
     return tyro.cli(type(default), default=default, args=flags, prog=prog, description=description)
 
@@ -139,7 +139,7 @@ def read(name: str) -> ModelConfig | run.Config:
     file = Path(os.path.expanduser(name))
     if not file.is_file() and name not in shipped.names():
         known = [*presets.WITH_SIZES, *shipped.names(), *(str(path) for path in Path("configs").glob("*.py"))]
-        raise ValueError(f"no config file or preset {name}{nearest(name, known)}")
+        raise ValueError(f"there is no config file or preset {name}{nearest(name, known)}")
     return run.read_config(file)[0]
 
 
@@ -147,7 +147,7 @@ def read(name: str) -> ModelConfig | run.Config:
 
 
 def explain_command(arguments: list[str]) -> None:
-    """``python -m jaxformer.explain``"""
+    """``jaxformer explain``."""
     jax.config.update("jax_platforms", "cpu")  # shapes need no other device
     options = parse_explain(arguments)
     options.check()
@@ -164,21 +164,21 @@ def parse_explain(arguments: list[str]) -> ExplainOptions:
             return ExplainOptions(model=config, length=min(ExplainOptions.length, config.max_length))
         return ExplainOptions(model=config.model, mesh=config.mesh, batch=config.data.batch_size, length=config.data.length)
 
-    return parse(arguments, "explain", EXPLAIN, defaults)
+    return parse(arguments, "explain", f"{EXPLAIN}\n\n{exit_codes.described()}", defaults)
 
 
 # plan
 
 
 def plan_command(arguments: list[str]) -> Plan:
-    """``python -m jaxformer.plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
+    """``jaxformer plan``. Raises ValueError with the first line of what the compiler says, where it refuses."""
     jax.config.update("jax_platforms", "cpu")  # nothing of this machine's accelerators is used
     options, stated = parse_plan(arguments)
     options.check()
     try:
         plan = make(arguments[0], options, stated)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"the compiler refuses: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the compiler cannot compile this program: {str(error).splitlines()[0]}") from error
     options.write(plan)
     return plan
 
@@ -201,9 +201,9 @@ def parse_plan(arguments: list[str]) -> tuple[PlanOptions, tuple[str, ...]]:
             config = _preset_run(config, count, MeshConfig() if on_mesh else MeshConfig(fsdp=count))
         return PlanOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(run.Config)})
 
-    options = parse(arguments, "plan", PLAN, defaults)
+    options = parse(arguments, "plan", f"{PLAN}\n\n{exit_codes.described('done, whether or not the run fits')}", defaults)
     if not options.topology:
-        raise ValueError("give --topology, such as v5e:4x4, v5p:4x4x4 or gpu:8xH200")
+        raise ValueError("give --topology to say which chips to plan for: v5e:4x4, v5p:4x4x4 or gpu:8xH200, for example")
     return options, tuple(stated)
 
 

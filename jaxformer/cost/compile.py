@@ -81,7 +81,7 @@ def _memory(
         notes.append("memory is the compiler's totals, without buffers")
         return sum(kinds.values()), available, {"memory": kinds}
     if not refusal:
-        raise ValueError(f"nothing is known of the memory that the program needs: {reading.problem}")
+        raise ValueError(f"the memory that the program needs is not known: {reading.problem}")
     notes.append(refusal.splitlines()[0])
     return asked, available, {}
 

@@ -42,7 +42,7 @@ def check(config: run.Config, mesh: Mesh) -> None:
         spread_it = "" if on_cpu else ", or spread it over more devices with mesh.fsdp"
         lower = f"the sizes of the model, whose largest parameter is {largest}{spread_it}"
     more = "gradients and activations not counted"
-    raise ValueError(f"this run cannot fit: {sizes} ({more}), and {where} {has / GIB:,.1f} GiB; lower {lower}")
+    raise ValueError(f"this run cannot fit into memory: {sizes} ({more}), and {where} {has / GIB:,.1f} GiB; lower {lower}")
 
 
 def needed(config: run.Config, mesh: Mesh) -> dict[str, int]:

@@ -53,7 +53,7 @@ def batch_of(config: run.Config) -> dict[str, jax.ShapeDtypeStruct]:
     data = config.data
     if data.task not in TASKS or config.train.objective != NEXT_TOKEN:
         raise ValueError(
-            "only the library's own data.task and train.objective can be planned: the batches of others are unknown"
+            "only the library's own data.task and train.objective can be planned, because the batches of others are unknown"
         )
     entry = lambda dtype, length=data.length: jax.ShapeDtypeStruct((data.batch_size, length), jnp.dtype(dtype))
     batch = {"tokens": entry("int32"), "targets": entry("int32"), "weights": entry("float32")}
@@ -69,7 +69,7 @@ def check(config: run.Config, mesh: Mesh, decode: bool) -> None:
     if config.data.length > cfg.max_length and (decode or cfg.position == "learned"):
         raise ValueError(f"data.length={config.data.length} is past model.max_length={cfg.max_length}")
     if decode and (cfg.encoder_layers or not cfg.causal or not cfg.has_head):
-        raise ValueError("generation is planned for causal decoders with a head only; leave out --decode")
+        raise ValueError("generation can be planned only for causal decoders with a head; leave out --decode")
 
 
 def training_step(config: run.Config, mesh: Mesh) -> Program:

@@ -134,7 +134,7 @@ def devices(topology: Topology) -> list[Any]:
     except RuntimeError as error:
         if "not installed" in str(error):
             raise ValueError(
-                f"compiling for {topology.text} needs libtpu, but no TPU: pip install 'jaxformer[plan]'; "
+                f"compiling for {topology.text} needs libtpu, but no TPU; pip install 'jaxformer[plan]'; "
                 "plans for gpu:8xH200 and the like are computed and need nothing"
             ) from error
         raise ValueError(f"topology {topology.text!r}: {error}") from error

@@ -112,7 +112,7 @@ def _dates(cfg: DataConfig, tok: Tokenizer | None, rows: Rows) -> Data:
     checked = pairs.encode(tok, sample + held + test, cfg)
     if checked.dropped:
         sizes = f"source_length={cfg.source_length} and length={cfg.length}"
-        raise ValueError(f"{sizes} are too short for dates in this tokenizer; {checked.needed} fit all")
+        raise ValueError(f"{sizes} are too short for the dates in this tokenizer; {checked.needed} are enough for all")
     validation = pairs.encode(tok, held, cfg)
     return Data(
         tokenizer=tok,
@@ -156,5 +156,5 @@ def _tokenizer(cfg: DataConfig, train: list[str], validation: list[str]) -> Toke
 def _with_ends(tok: Tokenizer) -> Tokenizer:
     for name in ("bos", "eos"):
         if getattr(tok, f"{name}_id") < 0:
-            raise ValueError(f"pairs need a tokenizer with a {name} id; this {tok.kind} tokenizer has none")
+            raise ValueError(f"pairs need a tokenizer with a {name} id, but this {tok.kind} tokenizer has none")
     return tok

@@ -63,7 +63,7 @@ def _below(root: str) -> list[Path]:
             if not os.path.isdir(path):
                 paths.append(Path(path))
             elif (identity := _identity(path)) in above:
-                raise ValueError(f"{path} is a link to {os.readlink(path)}, a folder that it lies in: its files have no end")
+                raise ValueError(f"{path} is a link to {os.readlink(path)}, a folder that contains the link itself")
             else:
                 left.append((path, above | {identity}))
     return paths

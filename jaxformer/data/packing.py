@@ -44,14 +44,14 @@ class Batches(Sequence[Any]):
 
     def __getitem__(self, i) -> Any:
         if not -self.size <= i < self.size:
-            raise IndexError(f"there is no batch {i} among {self.size}")
+            raise IndexError(f"there is no batch {i}: the split has {self.size}")
         return self.make(i % self.size)
 
 
 def encode(tok: Tokenizer, texts: Sequence[str], eos: bool) -> Stream:
     """The texts' tokens as one stream, each ended by eos where ``eos`` is set; kept on disk by content."""
     if eos and tok.eos_id < 0:
-        raise ValueError(f"this {tok.kind} tokenizer has no eos id to end documents with")
+        raise ValueError(f"this {tok.kind} tokenizer has no eos id, which the end of a document needs")
     name = disk_cache.key("stream 1", tok.content_hash, int(eos), texts)
     file = io.BytesIO(disk_cache.cached("tokens", name, lambda: _encode(tok, texts, eos)))
     return Stream(np.load(file, allow_pickle=False), np.load(file, allow_pickle=False))
@@ -101,7 +101,7 @@ def pad(sequences: Sequence[Sequence[int]], width: int, pad_id: int) -> tuple[np
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     for row, sequence in enumerate(sequences):
         if len(sequence) > width:
-            raise ValueError(f"sequence {row} has {len(sequence)} tokens, more than the {width} of a row")
+            raise ValueError(f"sequence {row} has {len(sequence)} tokens, more than the {width} that a row holds")
         ids[row, : len(sequence)] = sequence
     return ids, np.arange(width) < lengths[:, None]
 
@@ -147,10 +147,10 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
 
     last = len(stream.tokens) - 1 - cfg.length  # the last start of a full row; negative if there is none
     if len(stream.tokens) < 2:
-        raise ValueError(f"the training split has too few tokens ({len(stream.tokens)}) to predict one from another")
+        raise ValueError(f"the training split has too few tokens to train on ({len(stream.tokens)}); give more text")
     if last < 0:
         log.warning(
-            "the training split has %s tokens, less than one row: the rest of every row of data.length=%s is padding",
+            "the training split has %s tokens, fewer than one row: the rest of every row of data.length=%s is padding",
             f"{len(stream.tokens):,}",
             cfg.length,
         )
@@ -208,7 +208,7 @@ def iterate(train: Any, start: int = 0) -> Iterator[Batch]:
     import grain
 
     if start < 0:
-        raise ValueError(f"start={start} must be a step of at least 0")
+        raise ValueError(f"start={start} must be a step number of at least 0")
     if not isinstance(train, grain.MapDataset):
         return (train[step] for step in itertools.count(start))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)

@@ -47,14 +47,14 @@ def read(cfg: DataConfig) -> Pairs:
     Raises ValueError, naming file and line, for files of unequal length and lines that are not "source, tab, target".
     """
     if not cfg.path:
-        raise ValueError("task='pairs' needs path: a TSV, or the source side of parallel text with target_path")
+        raise ValueError("data.task='pairs' needs data.path: a TSV, or the source side of parallel text with data.target_path")
     pairs, skipped = _side_by_side(cfg.path, cfg.target_path) if cfg.target_path else _table(cfg.path)
     if not pairs:
-        raise ValueError(f"path={cfg.path!r} holds no pairs")
+        raise ValueError(f"data.path={cfg.path!r} holds no pairs")
     if cfg.validation_path:
         validation, more = _table(cfg.validation_path)
         if not validation:
-            raise ValueError(f"validation_path={cfg.validation_path!r} holds no pairs")
+            raise ValueError(f"data.validation_path={cfg.validation_path!r} holds no pairs")
         return Pairs(pairs, validation, skipped + more)
     held = held_out((source for source, _ in pairs), cfg.validation_fraction)
     return Pairs([p for p in pairs if p[0] not in held], [p for p in pairs if p[0] in held], skipped)
@@ -91,7 +91,8 @@ def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: Rows 
 
     if not len(encoded.kept):
         raise ValueError(
-            f"no training pair fits source_length={cfg.source_length} and length={cfg.length}; {encoded.needed} fit all"
+            f"no training pair fits data.source_length={cfg.source_length} and data.length={cfg.length}; "
+            f"{encoded.needed} would fit all"
         )
     order = grain.MapDataset.range(len(encoded.kept)).seed(cfg.seed).shuffle().repeat()
     batches = order.batch(cfg.batch_size, batch_fn=np.array)
@@ -140,7 +141,7 @@ def _table(path: str | None) -> tuple[list[Pair], int]:
         source, *rest = line.split("\t")
         if len(rest) != 1:
             hint = "; give the target side as target_path if this is one side of parallel text" if not rest else ""
-            raise ValueError(f"{path}, line {number}: {len(rest)} tabs where source, tab, target has 1{hint}")
+            raise ValueError(f"{path}, line {number}: a line must be source, tab, target, but it has {len(rest)} tabs{hint}")
         if source and rest[0]:
             pairs.append((source, rest[0]))
         else:
@@ -152,7 +153,7 @@ def _side_by_side(path: str | None, target_path: str) -> tuple[list[Pair], int]:
     sources, targets = _lines(path), _lines(target_path)
     if len(sources) != len(targets):
         raise ValueError(
-            f"{path} has {len(sources)} lines and {target_path} {len(targets)}: parallel text needs as many in both"
+            f"{path} has {len(sources)} lines and {target_path} {len(targets)}: parallel text needs the same number in both"
         )
     pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source and target]
     return pairs, len(sources) - len(pairs)
@@ -163,6 +164,6 @@ def _lines(path: str | None) -> list[str]:
     file = Path(remote.local(path or "")).expanduser()
     require_regular(file)
     if not os.path.isfile(file):
-        raise ValueError(f"{path} is a folder: pairs are read from files" if os.path.isdir(file) else absent(str(file)))
+        raise ValueError(f"{path} is a folder, but pairs are read from files" if os.path.isdir(file) else absent(str(file)))
     lines = text.read(file).split("\n")
     return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]

@@ -33,11 +33,11 @@ def documents(cfg: DataConfig) -> Documents:
     files = _read(cfg.path) if cfg.path else _standard_library()
     everything = [text for texts in files.values() for text in texts]
     if not everything:
-        raise ValueError(f"path={cfg.path!r} holds no text")
+        raise ValueError(f"data.path={cfg.path!r} holds no text")
     if cfg.validation_path:
         held = [text for texts in _read(cfg.validation_path).values() for text in texts]
         if not held:
-            raise ValueError(f"validation_path={cfg.validation_path!r} holds no text")
+            raise ValueError(f"data.validation_path={cfg.validation_path!r} holds no text")
         return Documents(everything, held, cut=False)
     if len(everything) == 1 and cfg.validation_fraction:
         text = everything[0]
@@ -74,7 +74,7 @@ def read(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{path}, line {line}: byte {error.start} is not UTF-8; convert it, or leave it out by a glob"
+            f"{path}, line {line}: byte {error.start} is not UTF-8; convert the file, or exclude it by a glob in data.path"
         ) from None
 
 
@@ -114,7 +114,7 @@ def _json_text(where: str, line: str) -> str:
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         has = f"has {', '.join(map(repr, record))}" if isinstance(record, dict) else f"is a {type(record).__name__}"
-        raise ValueError(f'{where}: needs an object with a string "text"; this one {has}')
+        raise ValueError(f'{where}: a line must be an object with a string "text"; this one {has}')
     try:
         record["text"].encode()
     except UnicodeEncodeError as error:

@@ -49,7 +49,7 @@ def shape(logits: jax.Array, methods: Methods, values: dict, history: History | 
     for number, transform in enumerate(methods.transforms):
         changed = transform(logits)
         if getattr(changed, "shape", None) != logits.shape:
-            raise ValueError(f"transform gave {changed!r:.80} for logits of shape {logits.shape}")
+            raise ValueError(f"transform must return an array like its logits, of shape {logits.shape}, not {changed!r:.80}")
         logits = jnp.where(values["transform"] == number, changed.astype(jnp.float32), logits)
     if methods.greedy:
         return logits

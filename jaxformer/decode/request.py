@@ -111,7 +111,7 @@ def prepare(
     end_ids = ends(eos, pad, cfg)
     methods, values = compile_sampling(sampling, len(prompts), cfg.vocab_size, end_ids)
     if not methods.greedy and key is None:
-        raise ValueError("sampling needs key=jax.random.key(seed); temperature=0 is greedy and needs none")
+        raise ValueError("sampling needs key=jax.random.key(seed); only temperature=0, which is greedy, does without")
     if (outside := out_of_range(values)) is not None:
         wrong = jnp.broadcast_to(outside, len(prompts)) | (False if wrong is None else wrong)
     values = {name: value if len(value) == 1 else value.repeat(copies, 0) for name, value in values.items()}
@@ -139,12 +139,12 @@ def _check_draft(draft: Any, cfg: ModelConfig, longest: int, max_new_tokens: int
     if not isinstance(draft, PromptLookup | DraftModel | MultiToken | None):
         raise ValueError(f"draft must be a DraftModel, a PromptLookup or a MultiToken, not {type(draft).__name__}")
     if isinstance(draft, MultiToken) and not cfg.mtp:
-        raise ValueError("draft=MultiToken() needs a model with mtp, a block for the token after the next")
+        raise ValueError("draft=MultiToken() needs a model with mtp=True, which predicts the token after the next one")
     if isinstance(draft, DraftModel):
         if draft.cfg.vocab_size != cfg.vocab_size:
-            raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, the model one of {cfg.vocab_size}")
+            raise ValueError(f"the draft model has a vocabulary of {draft.cfg.vocab_size}, but the model has {cfg.vocab_size}")
         if draft.cfg.encoder_layers and not cfg.encoder_layers:
-            raise ValueError("the draft model has an encoder, the model has none")
+            raise ValueError("the draft model has an encoder, but the model has none")
         model.check(draft.params, draft.cfg)
         room(draft.cfg, longest, max_new_tokens)
 
@@ -213,11 +213,11 @@ def padded(prompts: Any, valid: Any, cfg: ModelConfig, source: Any) -> tuple[np.
     require_config(cfg)
     if any(isinstance(x, jax.core.Tracer) for x in (prompts, valid, source)):
         raise ValueError(
-            "traced prompts cannot be looked at: inside jit, use jf.decode.generate_arrays(params, prompts, lengths, cfg)"
+            "traced prompts cannot be checked; inside jit, use jf.decode.generate_arrays(params, prompts, lengths, cfg)"
         )
     if prompts is None:
         if valid is not None:
-            raise ValueError("valid goes with prompts, which are None")
+            raise ValueError("valid has no effect without prompts, which are None")
         if cfg.start_token is None or source is None:
             raise ValueError("prompts may be None only for an encoder–decoder with a start_token, given source=")
         prompts, valid = np.full((len(source), 1), cfg.start_token), None
@@ -267,9 +267,9 @@ def _rows(prompts: Any, valid: Any) -> list[np.ndarray]:
             if prompt.ndim != 1:
                 raise ValueError(f"prompts must be lists of token ids, one per row; prompt {row} is {prompts[row]!r}")
             if prompt.size == 0:
-                raise ValueError(f"prompt {row} is empty: give at least one token (a BOS, say)")
+                raise ValueError(f"prompt {row} is empty; give at least one token, such as BOS")
         if not rows:
-            raise ValueError("prompts is empty: give at least one row")
+            raise ValueError("prompts is empty; give at least one row")
         return rows
     ids = np.asarray(prompts)
     if ids.ndim != 2 or not ids.size:

@@ -22,27 +22,27 @@ class Sampling(Strict):
     UNCHECKED = ("transform",)
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most probable token (greedy)."""
+    """Sampling temperature, which divides the logits. 0 always takes the most probable token (greedy)."""
     top_k: int = 0
     """Keep the k most probable tokens, lowest id first among equals; 0 keeps all (Fan et al. 2018)."""
     top_p: float = 1.0
-    """Keep a token iff the probability of those before it is below p, and always the most probable (Holtzman et al. 2020)."""
+    """Nucleus sampling: keep the most probable tokens until their total probability reaches p (Holtzman et al. 2020)."""
     min_p: float = 0.0
-    """Keep a token iff its probability is at least min_p times that of the most probable (Nguyen et al. 2024)."""
+    """Keep the tokens whose probability is at least min_p times that of the most probable one (Nguyen et al. 2024)."""
     typical_p: float = 1.0
-    """Keep the tokens of information nearest to the entropy, while those nearer have less mass than p (Meister et al. 2022)."""
+    """Keep the tokens whose information is nearest to the entropy, up to total probability p (Meister et al. 2022)."""
     repetition_penalty: float = 1.0
-    """Logits of tokens of the prompt and the output are divided by it if positive, else multiplied (Keskar et al. 2019)."""
+    """Divides the positive, and multiplies the negative, logits of tokens seen so far, prompt included (Keskar et al. 2019)."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that has been generated."""
+    """Subtracted from the logit of every token that has been generated."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit as often as it has been generated."""
+    """Subtracted from a token's logit once for each time that it has been generated."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(id, number) pairs, added to the logits."""
+    """Pairs of a token id and a number that is added to its logit."""
     banned: tuple[int, ...] = ()
-    """Ids that are never chosen."""
+    """Token ids that are never chosen."""
     min_new_tokens: int = 0
-    """The least number of tokens before an end token."""
+    """Minimum number of tokens before an end token may be chosen."""
     transform: Callable[[jax.Array], jax.Array] | None = None
     """The user's function, logits [B, V] -> logits [B, V], pure. It is given neither the step nor the tokens so far."""
 
@@ -54,7 +54,7 @@ class Sampling(Strict):
         within(self, 0, math.inf, "repetition_penalty", open_low=True)
         for name in ("top_p", "min_p", "typical_p"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1]")
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if self.transform is not None and not callable(self.transform):
             raise ValueError(f"transform={self.transform!r} must be a function of logits [B, V]")
 
@@ -192,9 +192,9 @@ def _bias(sampling: Sampling, vocab: int, eos: tuple[int, ...]) -> np.ndarray:
         bias[i] += number
     bias[list(sampling.banned)] = -np.inf
     if not np.isfinite(bias).any():
-        raise ValueError("every token is banned")
+        raise ValueError("every token is banned, so none can be chosen")
     if sampling.min_new_tokens and not np.isfinite(np.delete(bias, list(eos))).any():
         raise ValueError(
-            f"every token but those of eos={eos} is banned, and min_new_tokens={sampling.min_new_tokens} bans those"
+            f"every token except those of eos={eos} is banned, and min_new_tokens={sampling.min_new_tokens} bans those too"
         )
     return bias

@@ -61,7 +61,7 @@ def stream(
         raise ValueError(f"stop={stop!r} must be a list of strings, such as [{stop!r}]")
     for text in stop:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"stop={tuple(stop)!r} must hold strings that are not empty")
+            raise ValueError(f"stop={tuple(stop)!r} must contain only non-empty strings")
     ids, lengths = padded(prompts, valid, cfg, source)
     request, inputs = prepare(
         params,
@@ -95,7 +95,7 @@ def _stream(params, inputs: Inputs, request: Request, rows: list["_Row"], block:
         tokens, alive, done = (np.asarray(x) for x in (emitted.token, emitted.alive, state.done))
         if np.isnan(np.asarray(emitted.logprob)).any():
             raise FloatingPointError(
-                "the model, or what was done to its logits, leaves no token to choose: they are NaN or −inf"
+                "there is no token to choose: the logits are NaN or −inf, as the model or the sampling options made them"
             )
         if not (done | ended).all():  # computed while the text of the last block is put together
             state, emitted = _block(params, state, inputs.values, ended.copy(), request=request, steps=block)

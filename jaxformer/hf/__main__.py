@@ -1,4 +1,4 @@
-"""Commands for published folders: python -m jaxformer.hf info|import|export|verify. --help after one explains it."""
+"""Commands for published folders: jaxformer hf info|import|export|verify. Each explains its options with --help."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import tyro
 
-from jaxformer.cli.launch import STATUS, launch
+from jaxformer.cli.launch import launch
 from jaxformer.config import spec as specs
 from jaxformer.hf import load, safetensors_files, save
 from jaxformer.hf.destination import staged
@@ -17,6 +17,7 @@ from jaxformer.hf.hub import copy_generation_config, generation_config, locate, 
 from jaxformer.hf.load import prepare, read_config
 from jaxformer.hf.verify import TOLERANCE, Row, compare
 from jaxformer.nn import model
+from jaxformer.parallel import exit_codes
 from jaxformer.tokenizers.json_files import read_json
 
 
@@ -61,7 +62,7 @@ def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = T
         eos, pad = values.get("eos_token_id"), values.get("pad_token_id") or 0
         rows = list(compare(cfg, params, values["model_type"], reference, eos, pad))
         if not rows:
-            raise ValueError(f"{source} of {folder} has none of the arrays to compare (see tests/golden/README.md)")
+            raise ValueError(f"{source} of {folder} has none of the arrays that can be compared")
         failed = failed or same is False or any(not row.relative <= tolerance for row in rows)
         if markdown:
             _print_line(folder.name, rows, same)
@@ -69,7 +70,7 @@ def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = T
             print(f"{folder}, against {source}")
             _print_rows(rows, tolerance, same)
     if failed:
-        sys.exit(1)
+        sys.exit(exit_codes.FAILED)
 
 
 def _reference(folder: Path) -> tuple[dict, str]:
@@ -81,7 +82,7 @@ def _reference(folder: Path) -> tuple[dict, str]:
     try:
         from jaxformer.hf import transformers_reference
     except ImportError as error:
-        raise FileNotFoundError(f"{folder} has no reference.npz; without one, install torch and transformers") from error
+        raise FileNotFoundError(f"{folder} has no reference.npz to compare with; install torch and transformers") from error
     version = transformers_reference.transformers.__version__
     return transformers_reference.reference(folder), f"transformers {version}"
 
@@ -132,7 +133,7 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
 
     run = Path(os.path.expanduser(run))
     if run.exists():
-        raise ValueError(f"{run} exists; choose another directory")
+        raise ValueError(f"{run} already exists; choose another directory")
     folder = locate(source, revision)
     tok = tokenizer.load(folder)
     cfg, read = prepare(folder)
@@ -175,8 +176,8 @@ def export(
 def main(arguments: list[str]) -> None:
     """The command."""
     commands: dict[str, Any] = {"info": info, "import": import_, "export": export, "verify": verify}
-    description = f"{__doc__}\n{STATUS} verify: 1 also where a difference is above the tolerance."
-    tyro.extras.subcommand_cli_from_dict(commands, prog="python -m jaxformer.hf", description=description, args=arguments)
+    description = f"{__doc__}\n{exit_codes.described(failed='an error, or in verify a difference above the tolerance')}"
+    tyro.extras.subcommand_cli_from_dict(commands, prog="jaxformer hf", description=description, args=arguments)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class ConfigReader:
         """The value of a field that has several names. Raises ValueError where two differ, or without a value and default."""
         values = {name: value for name in names if (value := self(name, None)) is not None}
         if any(value != values[name] for value in values.values() for name in values):
-            raise ValueError(f"config.json: {values} are several values of one field")
+            raise ValueError(f"config.json: {values} give different values for the same thing")
         if not values and default is MISSING:
             raise ValueError(f"config.json has none of {', '.join(names)}")
         return next(iter(values.values()), default)
@@ -99,7 +99,7 @@ class ConfigReader:
         """Warns of rates of randomness in training that are not applied here; they do not change the loaded model."""
         for name in names:
             if value := self(name, None):
-                log.warning("config.json: %s=%r is not applied when the model is trained further", name, value)
+                log.warning("config.json: %s=%r is ignored if the model is trained further", name, value)
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
         """Raises ValueError for fields that were not asked for. ignored: patterns (re) of a family's fields without effect."""

@@ -44,7 +44,9 @@ class Field:
         for theirs, choice in self.choices.items():
             if choice == value:
                 return {self.name: theirs}
-        raise ValueError(f"it has no {ours}={value!r}, only: {', '.join(sorted(filter(None, set(self.choices.values()))))}")
+        raise ValueError(
+            f"it does not support {ours}={value!r}, only: {', '.join(sorted(filter(None, set(self.choices.values()))))}"
+        )
 
 
 class Rule(NamedTuple):

@@ -33,7 +33,7 @@ def locate(path_or_id: str | os.PathLike, revision: str | None = None) -> Path:
     folder = Path(name)
     if folder.is_dir():
         if revision is not None:
-            raise ValueError(f"revision={revision!r} goes with the id of a hub; {folder} is a folder")
+            raise ValueError(f"revision={revision!r} needs a Hub id, but {folder} is a local folder")
         return folder
     if folder.exists() or not ID.fullmatch(name) or ("/" in name and folder.parent.is_dir()):
         raise FileNotFoundError(no_folder(folder))
@@ -79,9 +79,9 @@ def _download(name: str, revision: str | None) -> Path:
             RevisionNotFoundError,
         )
     except ImportError as error:
-        raise FileNotFoundError(f"{no_folder(Path(name))}; to download it from a hub, install jaxformer[hf]") from error
+        raise FileNotFoundError(f"{no_folder(Path(name))}; to download it from the Hub, install jaxformer[hf]") from error
     close = _similar(Path(name))
-    missing = f"{name} is neither a folder{f' (did you mean {close}?)' if close else ''} nor"
+    absent = f"{name} is not a folder{f' (did you mean {close}?)' if close else ''}"
     try:
         for weights in WEIGHTS:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*REST, *weights], ignore_patterns="*/*"))
@@ -90,12 +90,14 @@ def _download(name: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError as error:
         at = f" --revision {revision}" if revision else ""
         raise FileNotFoundError(
-            f"{missing} downloaded already, and the hub cannot be reached. Where there is a network: hf download {name}{at} "
-            f"config.json 'model*.safetensors*' 'tokenizer*' --local-dir FOLDER; then give FOLDER"
+            f"{absent}, has not been downloaded yet, and the Hugging Face Hub cannot be reached. Where there is a network: "
+            f"hf download {name}{at} config.json 'model*.safetensors*' 'tokenizer*' --local-dir FOLDER. Then give FOLDER"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" with a revision {revision!r}" if revision else ""
-        raise FileNotFoundError(f"{missing} a model{at} that the hub has or lets you read: {error}") from error
+        raise FileNotFoundError(
+            f"{absent}, and the Hugging Face Hub has no model{at} of that name, or none that you may read: {error}"
+        ) from error
     except HfHubHTTPError as error:
-        raise FileNotFoundError(f"{missing} a model that could be downloaded from the hub: {error}") from error
+        raise FileNotFoundError(f"{absent}, and the Hugging Face Hub did not deliver a model of that name: {error}") from error
     return folder

@@ -106,12 +106,12 @@ def _check_counts(values: dict[str, Any], tensors: int) -> None:
     """Raises ValueError for numbers of layers or experts that the file cannot have, before anything is made for each."""
     for name, value in values.items():
         if re.search("layer|expert", name) and isinstance(value, int) and value > max(tensors, FEW):
-            raise ValueError(f"config.json: {name}={value}, but the file has {tensors} tensors")
+            raise ValueError(f"config.json: {name}={value}, but the folder has only {tensors} tensors")
 
 
 def _dtype(dtypes: set[str]) -> str:
     if len(dtypes) > 1:
-        raise ValueError(f"the file's tensors are of several dtypes, {', '.join(sorted(dtypes))}: choose one by dtype=")
+        raise ValueError(f"the tensors have several dtypes, {', '.join(sorted(dtypes))}; choose one by dtype=")
     return next(iter(dtypes), "float32")
 
 
@@ -144,7 +144,7 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
         sizes = zip(param.dims, param.shape(cfg), strict=True)
         if (count := math.prod(size for letter, size in sizes if letter in counted)) > max(len(entries), FEW):
             raise ValueError(
-                f"config.json asks for {count} tensors {table[path].name}; the file has {len(entries)} of all names"
+                f"config.json asks for {count} tensors {table[path].name}, but the folder has only {len(entries)} tensors"
             )
         named = [(row, s._replace(name=_name(s.name, family, entries))) for row, s in sources_of(path, param, table[path], cfg)]
         expected |= {source.name: source.shape(sizes_of(param, cfg)) for _, source in named}
@@ -156,7 +156,7 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
     unused = {name for name, forms in left.items() if name not in repeated and not any(map(patterns.fullmatch, forms))}
     lines = specs.diff(expected, {name: entries[name].shape for name in entries if name in expected or name in unused})
     if lines:
-        hint = "\n(ignore= names what is there and not needed)" if unused else ""
+        hint = "\n(name tensors that are not needed by ignore=)" if unused else ""
         raise ValueError(f"the tensors are not those of a {family.architecture} with this config:\n" + "\n".join(lines) + hint)
     supported = safetensors_files.DTYPES
     strange = [f"{name} ({entries[name].dtype})" for name in expected if entries[name].dtype not in supported.values()]
@@ -166,7 +166,7 @@ def resolve(family: Family, cfg: ModelConfig, tensors: safetensors_files.Tensors
         _check_copy(name, sources[path][0][1].name, tensors)
     for name in sorted(left.keys() - repeated.keys() - unused):
         if family.constant and not _is_constant(tensors.read(name), family, cfg):
-            raise ValueError(f"{name} is another table than the one that is computed: it would not be honoured")
+            raise ValueError(f"{name} differs from the table that the model computes, so it would be ignored")
     return sources
 
 
@@ -185,4 +185,4 @@ def _name(name: str, family: Family, entries: Collection[str]) -> str:
 def _check_copy(name: str, other: str, tensors: safetensors_files.Tensors) -> None:
     a, b = tensors.read(name), tensors.read(other)
     if a.shape != b.shape or not all(np.array_equal(a[at], b[at]) for at in blocks(a)):
-        raise ValueError(f"{name} must be the same as {other}, to which the config ties it; it is another tensor")
+        raise ValueError(f"the config ties {name} to {other}, but the two tensors differ")

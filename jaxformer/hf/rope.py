@@ -93,7 +93,7 @@ def _default_theta(reader: ConfigReader) -> float:
     version = str(reader.values.get("transformers_version", "0")).split(".")
     if [int(digits) if digits.isdigit() else 0 for digits in version[:2]] >= [4, 36]:
         raise ValueError(
-            "config.json has neither rope_theta nor rope_parameters: the base of the rotary positions is not known"
+            "config.json has neither rope_theta nor rope_parameters, so the base of the rotary positions is not known"
         )
     return 10_000.0
 
@@ -101,7 +101,7 @@ def _default_theta(reader: ConfigReader) -> float:
 def _read_scaling(reader: ConfigReader, rope: dict[str, Any]) -> RopeScaling:
     types = [rope.pop(name) for name in ("rope_type", "type") if name in rope]
     if any(other != types[0] for other in types):
-        raise ValueError(f"config.json: rotary positions of two types at once, {types[0]!r} and {types[1]!r}")
+        raise ValueError(f"config.json: rotary positions have two types at once, {types[0]!r} and {types[1]!r}")
     kind = types[0] if types else "default"
     if not isinstance(kind, str) or kind not in PARAMETERS:
         raise ValueError(f"config.json: rope type {kind!r} is not supported{nearest(str(kind), PARAMETERS)}")

@@ -55,7 +55,7 @@ class Safetensors:
     def __init__(self, folder: Path):
         index, single = folder / INDEX, folder / "model.safetensors"
         if index.exists() and single.exists():
-            raise ValueError(f"{folder} has both model.safetensors and {INDEX}: it is not known which of them is meant")
+            raise ValueError(f"{folder} has both model.safetensors and {INDEX}, so it is not clear which to read; remove one")
         if index.exists():
             self.entries = self._sharded(folder, index)
             return
@@ -70,10 +70,10 @@ class Safetensors:
             raise ValueError(f"{index} has no weight_map")
         outside = sorted({str(file) for file in file_of.values() if not isinstance(file, str) or Path(file).name != file})
         if outside:
-            raise ValueError(f"{index} points out of its folder: {', '.join(outside)}")
+            raise ValueError(f"{index} names files outside its folder: {', '.join(outside)}")
         files = sorted(set(file_of.values()))
         if missing := [file for file in files if not os.path.isfile(folder / file)]:
-            raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+            raise ValueError(f"{index} names files that do not exist: {', '.join(missing)}")
         entries: dict[str, Entry] = {}
         for file in files:
             for name, entry in _header(folder / file).items():
@@ -121,15 +121,15 @@ def _header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             start = file.read(8)
             if len(start) < 8:
-                raise ValueError(f"it has {size} bytes, too few for a header")
+                raise ValueError(f"it has only {size} bytes, too few for a header")
             (length,) = struct.unpack("<Q", start)
             if length > size - 8:
                 raise ValueError(f"its header says it is {length} bytes long; the file has {size}")
             if length > LONGEST_HEADER:
-                raise ValueError(f"its header has {length:,} bytes, more than the {LONGEST_HEADER:,} that are read")
+                raise ValueError(f"its header has {length:,} bytes, more than the {LONGEST_HEADER:,} that are allowed")
             header = parse(file.read(length))
         if not isinstance(header, dict) or len(header) > MOST_TENSORS:
-            raise ValueError(f"its header is no table of at most {MOST_TENSORS:,} tensors")
+            raise ValueError(f"its header is not an object of at most {MOST_TENSORS:,} tensors")
         with safe_open(path, "np"):  # it checks that the offsets are in order, and that the file is as long as they say
             header.pop("__metadata__", None)
         data = 8 + length
@@ -159,11 +159,11 @@ class Msgpack:
         if not flat:
             raise ValueError(f"{path} holds no parameters")
         if strange := [".".join(map(str, keys)) for keys, value in flat.items() if not isinstance(value, np.ndarray)]:
-            raise ValueError(f"{path}: {strange[0]} is no array")
+            raise ValueError(f"{path}: {strange[0]} is not an array")
         named = [_torch_name(keys, value) for keys, value in flat.items()]
         self._tensors = dict(named)
         if len(self._tensors) < len(named):
-            raise ValueError(f"{path} holds two arrays of one name")
+            raise ValueError(f"{path} holds two arrays of the same name")
         self.entries = {name: Entry(t.shape, t.dtype.name, path) for name, t in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -187,7 +187,7 @@ def _check_msgpack(data: bytes) -> None:
     def pairs(items: list[tuple[Any, Any]]) -> None:
         add(items)
         if len({key for key, _ in items}) < len(items):
-            raise ValueError("a key of it occurs twice")
+            raise ValueError("one of its keys occurs twice")
 
     def array(code: int, content: bytes) -> None:
         msgpack.unpackb(content, list_hook=add, raw=True, max_array_len=MOST_AXES, max_map_len=0, max_ext_len=0)
@@ -214,7 +214,7 @@ def find(folder: Path) -> Tensors:
         return Msgpack(folder / "flax_model.msgpack")
     if shards := sorted(folder.glob("flax_model-*.msgpack")):
         raise FileNotFoundError(
-            f"{folder} has its flax_model.msgpack in {len(shards)} parts, which are not read: save it as one file"
+            f"{folder} has its flax_model.msgpack in {len(shards)} parts, which cannot be read; save it as one file"
         )
     pickles = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.pt*")]
     hint = f"; {', '.join(pickles)} may run any code and is not read: convert it to safetensors" if pickles else ""

@@ -33,7 +33,7 @@ def reference(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}  # no pickles
     model, report = kind.from_pretrained(folder, **options, **EAGER)
     if left := {what: sorted(map(str, names)) for what, names in report.items() if names}:
-        raise ValueError(f"{folder}: transformers itself does not use the folder as it is: {left}")
+        raise ValueError(f"{folder}: transformers does not load all of the folder either: {left}")
     model = without_padding_rows(model.eval())
     inputs = draw_inputs(np.random.RandomState(seed), config, masked=name.endswith("MaskedLM"))
     arrays = inputs | outputs(model, inputs) | hidden(model, inputs)

@@ -46,7 +46,7 @@ def compare(cfg: ModelConfig, params: dict, kind: str, reference: dict[str, np.n
     """
     ref = {name: value for name, value in reference.items() if name not in ("config", "shapes")}
     if not any("logits" in name or "hidden" in name or name == "loss" for name in ref) or "input_ids" not in ref:
-        raise ValueError(f"the reference holds nothing to compare: {', '.join(sorted(ref))}")
+        raise ValueError(f"the reference holds nothing that can be compared, only: {', '.join(sorted(ref))}")
     ref.setdefault("attention_mask", np.ones(ref["input_ids"].shape, np.int32))
     inputs = _inputs(cfg, ref)
     yield from _hidden(cfg, params, ref)  # in the order of the forward: the first that is off is where to look

@@ -68,7 +68,7 @@ class NNX(nnx.Module):
         """Logits [B, T, V] of tokens [B, T], or with ``hidden`` what the head reads, [B, T, D]; with cache=, a pair with it."""
         if not self.deterministic:
             if rngs is None:
-                raise ValueError("dropout is on (module.train()): give rngs with a stream dropout, or call module.eval()")
+                raise ValueError("dropout is on (module.train()); give rngs with a stream named dropout, or call module.eval()")
             inputs["key"] = rngs.dropout()
         return _output(self.params, tokens, self.cfg, hidden, **inputs)
 

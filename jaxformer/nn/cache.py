@@ -70,7 +70,7 @@ class LayerCache:
             before = self.entries.get(name)
             if before is None or name in self._axes or x.shape != before.shape:
                 declared = {name: self.entries[name].shape for name, letters in self.dims if "S" not in letters}
-                raise ValueError(f"{name!r} of shape {x.shape} is no state of this layer's cache, which has {declared}")
+                raise ValueError(f"{name!r} of shape {x.shape} does not belong to this layer's cache, which has {declared}")
         stored = {name: x.astype(self.entries[name].dtype) for name, x in new.items()}
         return dataclasses.replace(self, entries=self.entries | stored)
 
@@ -167,7 +167,7 @@ class Cache:
         """
         batch, length = shape
         if batch != len(self.used):
-            raise ValueError(f"tokens have {batch} rows, the cache has {len(self.used)}")
+            raise ValueError(f"the tokens have {batch} rows, but the cache has {len(self.used)}")
         if positions is not None and cfg.rope_scaling.kind == "dynamic":
             raise ValueError(
                 "positions cannot be given with a cache and rope_scaling of kind 'dynamic', which depends on the length"
@@ -205,7 +205,7 @@ class Cache:
         least = jnp.maximum(self.reach - self.ahead, 0)
         wrong = (used < least) | (used > self.used)
         if not isinstance(wrong, jax.core.Tracer) and bool(wrong.any()):
-            raise ValueError(f"rewind to {used} tokens: the rows have {self.used}, and must keep {least}")
+            raise ValueError(f"cannot rewind to {used} tokens: the rows have {self.used} and must keep at least {least}")
         return dataclasses.replace(self, used=jnp.where(wrong, self.length + 1, used))
 
     def take(self, rows: jax.Array, source: bool = True) -> "Cache":

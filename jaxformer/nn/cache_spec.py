@@ -48,7 +48,7 @@ def is_recurrent(layer: ModelConfig) -> bool:
 def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: int = 0) -> Cache:
     """The cache as ``Param``s: shapes, dtypes and letters, no memory. Arguments as ``init_cache``'s."""
     if not cfg.causal:
-        raise ValueError("a cache needs causal attention: without it, every token would have to be computed again")
+        raise ValueError("a cache needs causal attention (causal=True); without it, every new token changes all earlier ones")
     dtype = dtype_name("dtype of the cache", cfg.execution.dtype if dtype is None else dtype)
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
         raise ValueError(f"ahead={ahead!r} must be an integer of at least 0")
@@ -60,7 +60,7 @@ def spec(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = None, ahead: i
     kept = [layer_spec(layer) for layer in cfg.layers]
     recurrent = list(filter(is_recurrent, cfg.layers))
     if recurrent and ahead:
-        raise ValueError(f"attention={recurrent[0].attention!r} keeps a state of a recurrence: its tokens cannot be taken back")
+        raise ValueError(f"attention={recurrent[0].attention!r} keeps a recurrent state, from which tokens cannot be removed")
     windows = [layer.window if isinstance(layer.window, int) else max_len for layer in cfg.layers]
     slots = [min(max_len, window + ahead) for window in windows]
     layers = [{name: sized(p, number) for name, p in entries.items()} for entries, number in zip(kept, slots, strict=True)]
@@ -77,7 +77,7 @@ def check(cache: Cache, cfg: ModelConfig) -> None:
     if ours != theirs:
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         shapes = [layers[at] if at < len(layers) else "nothing" for layers in (ours, theirs)]
-        raise ValueError(f"the cache was made for another config: in layer {at} it has {shapes[0]}, not {shapes[1]}")
+        raise ValueError(f"the cache was made for a different config: layer {at} has {shapes[0]}, not {shapes[1]}")
 
 
 @answers_mistakes

@@ -99,7 +99,7 @@ def require_head(cfg: ModelConfig) -> None:
     """Raises ValueError for a model without a head."""
     require_config(cfg)
     if not cfg.has_head:
-        raise ValueError("the model has no head (has_head=False), and so no logits: use hidden")
+        raise ValueError("the model has no head (has_head=False) and so no logits; use jf.hidden")
 
 
 def _transform(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -39,9 +39,9 @@ def tokens_or_embeddings(
     without tokens embeddings; with both, ``mask`` says where the embeddings are."""
     if embeddings is None:
         if mask is not None:
-            raise ValueError("embeddings_mask was given without embeddings")
+            raise ValueError("embeddings_mask has no effect without embeddings; give both")
         if ids is None:
-            raise ValueError("there are no tokens: give tokens [B, T], or embeddings= [B, T, D] in their place")
+            raise ValueError("there are no tokens; give tokens [B, T], or embeddings= [B, T, D] in their place")
         ids = tokens("tokens", ids, cfg)
         return ids, None, ids.shape
     values = jnp.asarray(embeddings)
@@ -51,7 +51,7 @@ def tokens_or_embeddings(
         raise ValueError(f"embeddings have shape {values.shape}; they must have [batch, length, d_model={cfg.d_model}]")
     if ids is None:
         if mask is not None:
-            raise ValueError("embeddings_mask chooses between tokens and embeddings, but tokens is None")
+            raise ValueError("embeddings_mask chooses between tokens and embeddings, but tokens is None; leave it out")
         return None, Embeddings(values, None), (values.shape[0], values.shape[1])
     ids = tokens("tokens", ids, cfg)
     if mask is None:
@@ -80,7 +80,7 @@ def source(ids, valid, rows: int, cfg: ModelConfig) -> tuple[jax.Array, TokenInf
         raise ValueError("an encoder–decoder needs source=, the ids that its encoder reads")
     ids = tokens("source", ids, cfg)
     if len(ids) != rows:
-        raise ValueError(f"source has {len(ids)} rows, its decoder has {rows}")
+        raise ValueError(f"source has {len(ids)} rows, but the decoder's tokens have {rows}")
     return ids, token_info("source_", ids.shape, cfg, valid=valid)
 
 
@@ -175,7 +175,7 @@ def int32(values: Any) -> jax.Array:
 def _shaped(name: str, values: Any, shape: tuple[int, int], width: tuple[int, ...] = ()) -> Any:
     """``values``, whose shape must be ``shape`` [B, T], or one row of it, followed by ``width``."""
     if values.shape not in ((*shape, *width), (1, shape[1], *width)):
-        raise ValueError(f"{name} has shape {values.shape}, tokens have {shape}")
+        raise ValueError(f"{name} has shape {values.shape}, but tokens have {shape}")
     return values
 
 

@@ -63,7 +63,7 @@ def apply(
 ) -> tuple[jax.Array, LayerCache | None]:
     """Arguments and results are those of ``attention.apply``; it does not serve as cross-attention."""
     if cross_attention_kv is not None:
-        raise ValueError("attention='latent' does not serve as cross-attention")
+        raise ValueError("attention='latent' cannot be used as cross-attention")
     info = arange(x_BTD.shape[1]) if info is None else info
     latent_cfg = dataclasses.replace(cfg, norm_eps=cfg.latent.norm_eps)
     rotate = functools.partial(position.apply, position_params or {})

@@ -34,7 +34,7 @@ class _Listener:
         y = self.callback(name, x)
         if getattr(y, "shape", None) != x.shape or y.dtype != x.dtype:
             got = f"{y.dtype}{list(y.shape)}" if hasattr(y, "dtype") else type(y).__name__
-            raise ValueError(f"a listener made {got} of activation {name!r}, which must stay {x.dtype}{list(x.shape)}")
+            raise ValueError(f"a listener turned activation {name!r} into {got}, but it must stay {x.dtype}{list(x.shape)}")
         return y
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class _Listener:
         self.names = heard or self.names
         if not self.names:
             raise ValueError(
-                "the listener heard nothing: no model was traced inside the block. A program compiled ahead of time "
+                "the listener was never called: no model was traced inside the block. A program compiled ahead of time "
                 "(jax.jit(f).lower(...).compile()) and jax.make_jaxpr's result cannot change any more: call the function that "
                 "they were made of. What jf.stream yields is computed where it is read: read it inside the block"
             )

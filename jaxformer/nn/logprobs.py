@@ -42,7 +42,7 @@ def logprobs(
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk={chunk!r} must be an integer of at least 1 position")
     if not cfg.causal:
-        raise ValueError("the model is not causal (causal=False): what it gives at a token depends on the tokens after it")
+        raise ValueError("the model is not causal (causal=False), so its prediction at a token depends on later tokens")
     require_head(cfg)
     ids = inputs.tokens("tokens", tokens, cfg)
     rows: dict[str, Any] = {"positions": positions, "segments": segments, "valid": valid, "token_types": token_types}

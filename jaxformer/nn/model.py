@@ -189,7 +189,7 @@ def apply(
         if cache is None:
             info = inputs.token_info("", shape, cfg, positions, segments, valid)
         elif segments is not None:
-            raise ValueError("segments cannot be combined with a cache: decode each document by itself")
+            raise ValueError("segments cannot be combined with a cache; decode each document in a row of its own")
         else:
             cache_spec.check(cache, cfg)
             info, cache = cache.advance(shape, cfg, positions, valid)
@@ -220,7 +220,7 @@ def after_next(
     and from the next tokens [B, T] themselves. Keywords and errors as of ``apply``, for the tokens before them; the cache is
     one of ``mtp.config(cfg)``."""
     if not cfg.mtp:
-        raise ValueError("the model has no block for the token after the next (mtp=False)")
+        raise ValueError("the model has no block that predicts the token after the next one (mtp=False)")
     check(params, cfg)
     tokens = inputs.tokens("tokens", tokens, cfg)
     if hidden_BTD.shape != (*tokens.shape, cfg.d_model):

@@ -42,7 +42,9 @@ def stack_spec(cfg: ModelConfig) -> dict:
     if len(layers) > 1:
         for layer in layers:
             if layer.position != "none" and site(layer) == "input":
-                raise ValueError(f"position={layer.position!r} acts on the input of all layers, and cannot be chosen by layer")
+                raise ValueError(
+                    f"position={layer.position!r} acts on the input of the first layer, and cannot be chosen by layer"
+                )
     specs = [params for layer in layers if (params := with_sizes(spec(layer), layer.component_sizes))]
     if len(specs) > 1:
         raise ValueError("position by layer may name one component with parameters, not several")

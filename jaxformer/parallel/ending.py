@@ -1,4 +1,4 @@
-"""How a program ends: its exit codes, and the signals that ask it to stop and save."""
+"""How training ends early: the signals that ask it to stop and save."""
 
 import contextlib
 import os
@@ -8,15 +8,6 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-FINISHED = 0
-"""All steps are done."""
-FAILED = 1
-"""Refused or failed: standard error says why. (2: the command line could not be read.)"""
-STOPPED = 75
-"""Asked to stop before the last step, and saved: the same command goes on. EX_TEMPFAIL of sysexits.h, "try again"."""
-INTERRUPTED = 130
-"""Ctrl-C twice, or before the first step: stopped at once, and nothing saved since the last checkpoint."""
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
@@ -36,7 +27,7 @@ def stopping(also: Callable[[], bool] = lambda: False) -> Iterator[Callable[[], 
             if number in asked:
                 raise KeyboardInterrupt
             with contextlib.suppress(OSError):  # not print, which a signal handler must not call
-                os.write(2, b"\nstopping after this step, and saving; Ctrl-C again stops at once\n")
+                os.write(2, b"\nStopping after this step, then saving. Press Ctrl-C again to stop at once without saving.\n")
         asked.append(number)
 
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]

@@ -23,9 +23,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxformer.config.strict import Strict, to_json, within
-from jaxformer.parallel.ending import FAILED, INTERRUPTED
+from jaxformer.parallel.exit_codes import FAILED, INTERRUPTED
 
-LOST = "error: another process was lost ({}). The same command goes on from the last checkpoint, on any number of processes."
+LOST = "error: another process was lost ({}). The same command resumes from the last checkpoint, on any number of processes."
 _SIGNS = re.compile(
     r"\bGloo\b|\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b|coordination service|barrier|Connection (closed|reset|refused)"
 )
@@ -40,17 +40,17 @@ class DistributedConfig(Strict):
     """The other processes of the run: none unless auto, or coordinator, num_processes and process_id are given."""
 
     auto: bool = False
-    """Let JAX find them: on TPU pods, and under Slurm, Open MPI and Kubernetes, it knows how."""
+    """Let JAX find the other processes, as it can on TPU pods and under Slurm, Open MPI and Kubernetes."""
     coordinator: str | None = None
-    """host:port of process 0, which all others can reach."""
+    """Address of process 0 as host:port, which all others must be able to reach."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this one is, from 0."""
+    """Number of this process, counted from 0."""
     heartbeat_timeout: int = 60
-    """Seconds without a sign of life after which a process counts as lost. (A connection that breaks says so at once.)"""
+    """Seconds without a heartbeat after which a process counts as lost. A broken connection is noticed at once."""
     start_timeout: int = 300
-    """Seconds to wait at the start until all are there."""
+    """Seconds to wait at the start until all processes have connected."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,11 +59,11 @@ class DistributedConfig(Strict):
         fields = {name: getattr(self, name) for name in ("coordinator", "num_processes", "process_id")}
         absent = [f"distributed.{name}" for name, value in fields.items() if value is None]
         if self.auto and len(absent) < len(fields):
-            raise ValueError("distributed.auto finds coordinator, num_processes and process_id itself: give it, or the three")
+            raise ValueError("distributed.auto finds coordinator, num_processes and process_id itself; give it alone")
         if 0 < len(absent) < len(fields):
-            raise ValueError(f"processes find each other by three fields: {' and '.join(absent)} must be given too")
+            raise ValueError(f"processes need three fields to find each other; also give {' and '.join(absent)}")
         if self.coordinator is not None and not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", self.coordinator):
-            raise ValueError(f"distributed.coordinator={self.coordinator!r} must be host:port")
+            raise ValueError(f"distributed.coordinator={self.coordinator!r} must be host:port, such as 10.0.0.1:1234")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
             raise ValueError(
                 f"distributed.process_id={self.process_id} must be below distributed.num_processes={self.num_processes}"
@@ -112,18 +112,18 @@ def _start(config: DistributedConfig) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise SystemExit(f"{alone}: {str(error).splitlines()[0]}") from error
-    _speak_when_aborted(LOST.format("or so it seems: this one was aborted for the reason above"))
+    _speak_when_aborted(LOST.format("probably; this process was aborted for the reason above"))
 
 
 def _refuse_strangers() -> None:
     tasks = os.environ.get("SLURM_NTASKS", "1") if "SLURM_PROCID" in os.environ else "1"
     if tasks != "1" and "SLURM_STEP_ID" in os.environ:
-        raise ValueError(f"Slurm runs {tasks} of this process: give --distributed.auto, or each would train for itself")
+        raise ValueError(f"Slurm runs {tasks} copies of this program; give --distributed.auto, or each would train alone")
     ranks = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
     if ranks != "1":
-        raise ValueError(f"Open MPI runs {ranks} of this process: give --distributed.auto, or each would train for itself")
+        raise ValueError(f"Open MPI runs {ranks} copies of this program; give --distributed.auto, or each would train alone")
     if jax.process_count() > 1:
-        raise ValueError(f"this is one of {jax.process_count()} machines of a TPU pod: give --distributed.auto on each")
+        raise ValueError(f"this is one of {jax.process_count()} processes of a TPU pod; give --distributed.auto on each")
 
 
 def _end(error: BaseException) -> None:
@@ -204,7 +204,7 @@ def shared(path: Path) -> None:
     while not path.exists() and time.monotonic() < patience:
         time.sleep(0.1)
     if not everywhere(path.exists()):
-        raise ValueError(f"not every process sees {path}: --run-dir must lie on a file system that all of them share")
+        raise ValueError(f"not every process sees {path}; --run-dir must be on a file system that all of them share")
 
 
 def from_first(number: int) -> int:

@@ -73,7 +73,7 @@ def pmap(update: Update, devices: list | None = None) -> Placement:
     """The state copied to each of ``devices`` (all unless given), each running the update on its own rows and adding up sums
     with ``over_devices``. Raises ValueError with several processes."""
     if jax.process_count() > 1:
-        raise ValueError("train.parallel='pmap' is for one process; jit, the default, spreads rows over the devices of all")
+        raise ValueError("train.parallel='pmap' works in one process only; use jit, the default, with several")
     devices = devices or jax.local_devices()
     count = len(devices)
     by_device = NamedSharding(Mesh(np.asarray(devices), (AXIS,)), PartitionSpec(AXIS))  # where pmap puts its results
@@ -229,7 +229,7 @@ def _check_divides(name: str, size: int, count: int, parts: int = 1, axis: str =
     if size % (count * parts):
         nearest = -(-size // (count * parts)) * count * parts
         each = f" in {parts} microbatches" if parts > 1 else ""
-        raise ValueError(f"{name}={size}{each} does not divide by {count} devices{axis}; the nearest is {nearest}")
+        raise ValueError(f"{name}={size}{each} is not divisible by {count} devices{axis}; the nearest is {nearest}")
 
 
 def row_count(batch: Any) -> int:
@@ -237,7 +237,7 @@ def row_count(batch: Any) -> int:
     sizes = {name: np.shape(x)[:1] for name, x in batch.items()}
     if len(set(sizes.values())) != 1 or () in sizes.values():
         shown = ", ".join(f"{name}: {size[0] if size else 'no axis'}" for name, size in sizes.items())
-        raise ValueError(f"the first axis of every batch entry must be the rows, of one size; it is {shown or 'empty'}")
+        raise ValueError(f"the first axis of every batch entry must be the rows, of the same number; it is {shown or 'empty'}")
     return next(iter(sizes.values()))[0]
 
 

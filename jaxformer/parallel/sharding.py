@@ -45,19 +45,19 @@ class MeshConfig(Strict):
     """How many devices there are along each axis of the mesh."""
 
     data: int = 0
-    """Copies of the model, each of which computes other rows; 0: as many as the other axes leave."""
+    """Number of copies of the model, each of which computes different rows. 0: as many as the other axes leave."""
     fsdp: int = 1
-    """Devices that a copy's parameters and optimizer state are spread over; their rows too."""
+    """Number of devices that the parameters and optimizer state of a copy, and rows, are spread over."""
     expert: int = 1
-    """Devices that experts are spread over; their rows too."""
+    """Number of devices that experts, and rows, are spread over."""
     context: int = 1
-    """Devices that a sequence is spread over."""
+    """Number of devices that each sequence is spread over."""
     tensor: int = 1
-    """Devices that heads, feed-forward width and vocabulary are spread over."""
+    """Number of devices that heads, feed-forward width and vocabulary are spread over."""
     slices: int = 1
-    """Groups of devices that only a slow network joins (of TPUs, slices; else machines): data alone goes over it."""
+    """Number of groups of devices that only a slow network joins: TPU slices, or machines. Only the data axis crosses it."""
     offload: bool = False
-    """Whether the optimizer's state waits in the memory of the hosts from one update to the next."""
+    """Keep the optimizer's state in host memory between updates."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,7 +65,7 @@ class MeshConfig(Strict):
         within(self, 1, math.inf, *AXES[1:], "slices", prefix="mesh.")
         if self.data % self.slices:
             near = -(-self.data // self.slices) * self.slices
-            raise ValueError(f"mesh.data={self.data} is no multiple of mesh.slices={self.slices}; the nearest is {near}")
+            raise ValueError(f"mesh.data={self.data} is not a multiple of mesh.slices={self.slices}; the nearest is {near}")
 
     def make(self, devices: list | None = None) -> Mesh:
         """The mesh, its slices outermost along data; within a slice of TPUs, neighbours lie as their links do.
@@ -79,7 +79,7 @@ class MeshConfig(Strict):
             sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
             raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
         if data % self.slices:
-            raise ValueError(f"{data} devices along data do not divide by mesh.slices={self.slices}")
+            raise ValueError(f"{data} devices along data cannot be split into mesh.slices={self.slices} equal groups")
         shape = (data // self.slices, *(getattr(self, name) for name in AXES[1:]))
         ordered = np.concatenate([_ordered(shape, group) for group in _slices(devices, self.slices)])
         return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -91,13 +91,13 @@ def _slices(devices: list, count: int) -> list[list]:
     number = [(getattr(device, "slice_index", None) or 0) if known else device.process_index for device in devices]
     groups = sorted(set(number))
     if known and len(groups) != count:
-        raise ValueError(f"these devices belong to {len(groups)} slices: set mesh.slices={len(groups)}, not {count}")
+        raise ValueError(f"these devices belong to {len(groups)} slices; set mesh.slices={len(groups)}, not {count}")
     if len(groups) % count and count > 1:
         raise ValueError(f"mesh.slices={count} does not fit devices of {len(groups)} processes")
     slice_of = {index: at * count // len(groups) for at, index in enumerate(groups)}
     slices = [[d for d, index in zip(devices, number, strict=True) if slice_of[index] == at] for at in range(count)]
     if len(set(map(len, slices))) > 1:
-        raise ValueError(f"slices of {', '.join(str(len(s)) for s in slices)} devices: mesh.slices needs equal ones")
+        raise ValueError(f"mesh.slices needs equal slices, but they have {', '.join(str(len(s)) for s in slices)} devices")
     return slices
 
 

@@ -211,7 +211,7 @@ def _remat(t: Trial) -> Difference:
 
 def _must_be_two(left: Any, right: Any) -> None:
     if str(left.jaxpr) == str(right.jaxpr):
-        raise Failed("the check shows nothing: both ways are one program")
+        raise Failed("the check shows nothing: both ways are the same program")
 
 
 @check(

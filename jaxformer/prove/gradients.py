@@ -65,8 +65,8 @@ def finding(config: Config, first: dict[str, np.ndarray], later: dict[str, np.nd
     absent = [name for name, value in trained if value == 0 and moved[name] == 0]
     if absent:
         is_own = config.train.objective != NEXT_TOKEN
-        why = "right only if it is meant to stay as it is" if is_own else "it would never be trained"
-        return Finding(WARNING if is_own else FAILED, "gradients", f"none for {_listed(absent)}: {why}")
+        why = "right only if it is not meant to be trained" if is_own else "it would never be trained"
+        return Finding(WARNING if is_own else FAILED, "gradients", f"there is none for {_listed(absent)}: {why}")
     waited = sum(value == 0 for _, value in trained)
     after = f"; {waited} of them only after the first updates" if waited else ""
     return Finding(OK, "gradients", f"finite, and not zero, for all {len(trained)} tensors (each layer's by itself){after}")

@@ -57,7 +57,7 @@ def main(
     make_placement: that of train.py. suits: its refusals, of a config on a mesh and of a config with its data; the latter gives
     what has changed. trust: as of ``open_run``. Raises ValueError in one of several processes."""
     if jax.process_count() > 1:
-        raise ValueError("--check runs in one process: leave out the --distributed.* flags")
+        raise ValueError("--check runs in one process; leave out the --distributed.* flags")
     console, verdicts = RunConsole(), []
     for finding in _until_stopped(findings(config, tok, read, make_placement, suits, trust)):
         console.print(finding if isinstance(finding, Text) else finding.text(), soft_wrap=True)
@@ -90,7 +90,7 @@ def findings(
     contradictions = list(settings.contradictions(config))
     yield from (Finding(WARNING, "settings", text) for text in contradictions)
     if not contradictions:
-        yield Finding(OK, "settings", "none contradicts another")
+        yield Finding(OK, "settings", "no setting contradicts another")
     directory, run_tok, changes = attempt("run directory", run.open_run, config, trust)
     mesh = attempt("mesh", config.mesh.make)
     attempt("model", suits[0], config, mesh)
@@ -105,7 +105,7 @@ def findings(
     attempt("batch", check_batch, batch, mesh, config.train.microbatches)
     yield (room := attempt("memory", resources.in_memory, config, mesh))
     if room.verdict == FAILED:
-        raise Stopped("updates", "not tried: there is not enough memory")
+        raise Stopped("updates", "not tried, because there is not enough memory")
     yield from _trained(config, mesh, batch, read, make_placement)
 
 
@@ -142,16 +142,16 @@ def start(config: run.Config, loss: float) -> Finding:
     if not math.isfinite(loss):
         return Finding(FAILED, subject, f"it is {loss}")
     if config.train.objective != NEXT_TOKEN:
-        return Finding(OK, subject, f"{loss:.3f}; what it should be is known for the objective next_token only")
+        return Finding(OK, subject, f"{loss:.3f}; the expected value is known only for the objective next_token")
     known = f"{loss:.3f} nats per token; ln V is {chance:.3f}"
     if config.init.folder is not None:
         is_better = loss < chance
         why = "" if is_better else f": {config.init.folder} does no better than chance on this text; does the tokenizer fit?"
         return Finding(OK if is_better else WARNING, subject, known + why)
     if abs(loss - chance) <= START:
-        return Finding(OK, subject, f"{known}, and it may be {START:g} away")
-    why = "the initial logits are large" if loss > chance else "the model may see the tokens that it is to predict"
-    return Finding(WARNING, subject, f"{known}, and it should be at most {START:g} away: {why}")
+        return Finding(OK, subject, f"{known}, and the loss may differ from it by {START:g}")
+    why = "the initial logits are large" if loss > chance else "the model may see the tokens that it has to predict"
+    return Finding(WARNING, subject, f"{known}, and the loss should differ from it by at most {START:g}: {why}")
 
 
 def overfit(placement: Placement, state: Any, batch: Any) -> tuple[Any, list[float], float]:
@@ -168,15 +168,17 @@ def overfit(placement: Placement, state: Any, batch: Any) -> tuple[Any, list[flo
 def updates(config: run.Config, losses: list[float], seconds: float) -> Finding:
     """Whether the loss of the batch fell."""
     first, last, steps = losses[0], losses[-1], config.train.steps
-    said = f"{len(losses)} on one batch: loss {first:.3f} to {last:.3f}; {_time(seconds * steps)} for {steps}"
+    said = f"{len(losses)} on one batch: loss {first:.3f} to {last:.3f}; {_time(seconds * steps)} for all {steps}"
     if not all(map(math.isfinite, losses)):
         number = next(number for number, loss in enumerate(losses) if not math.isfinite(loss))
-        return Finding(FAILED, "updates", f"{said}; it is {losses[number]} after {number}: lower optim.lr={config.optim.lr:g}")
+        return Finding(
+            FAILED, "updates", f"{said}; the loss is {losses[number]} after {number}: lower optim.lr={config.optim.lr:g}"
+        )
     if last >= first:
-        return Finding(FAILED, "updates", f"{said}: it must fall; try another optim.lr={config.optim.lr:g}")
+        return Finding(FAILED, "updates", f"{said}, but the loss should fall; try another optim.lr than {config.optim.lr:g}")
     if first - last < FALL * abs(first):
         why = f"optim.lr={config.optim.lr:g} may be low" if len(losses) == UPDATES else f"there was no time for {UPDATES}"
-        return Finding(WARNING, "updates", f"{said}: it fell by less than {FALL:.0%}; {why}")
+        return Finding(WARNING, "updates", f"{said}: the loss fell by less than {FALL:.0%}; {why}")
     return Finding(OK, "updates", said)
 
 
@@ -195,7 +197,7 @@ def saved(config: run.Config, state: Any, like: Any) -> Iterator[Finding]:
             restored = attempt("checkpoint", checkpoints.restore, like)
         written = resources.disk_bytes(path)
         if restored is None:
-            raise Stopped("checkpoint", "what was written cannot be read")
+            raise Stopped("checkpoint", "what was written cannot be read back")
         before, after = states.leaves(state), states.leaves(restored)
         if different := states.differing(before, after):
             yield Finding(FAILED, "checkpoint", f"{different[0]} reads back as another value than was written")

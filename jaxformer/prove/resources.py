@@ -48,7 +48,7 @@ def in_memory(config: Config, mesh: Mesh) -> Finding:
     sizes = {kind: size * shared for kind, size in sizes.items()}
     needed, exact = sum(sizes.values()), sum(size for kind, size in sizes.items() if kind in EXACT)
     parts = ", ".join(f"{kind} {_size(size)}" for kind, size in sizes.items() if size)
-    said = f"{_size(needed)} of {_size(available)}: {parts}" + ("" if known else "; activations are not known")
+    said = f"{_size(needed)} needed of {_size(available)}: {parts}" + ("" if known else "; activations are not known")
     if exact > available:
         return Finding(FAILED, "memory", said)
     return Finding(WARNING if needed > available else OK, "memory", said)

@@ -1,4 +1,4 @@
-"""A proof that a run can be killed: ``python -m jaxformer.prove_resume CONFIG [--steps N] [--field value ...]``.
+"""A proof that a run can be killed: ``jaxformer prove-resume CONFIG [--steps N] [--field value ...]``.
 
 A process of train.py makes 2N updates in one go. Another is killed by SIGKILL once it has saved N, and a third makes N more in
 the same run directory. Parameters, optimizer state, key and step at the end are compared leaf by leaf, and all metrics.
@@ -26,15 +26,16 @@ import tyro
 from rich.console import Console
 
 from jaxformer.config.strict import Strict, within
-from jaxformer.parallel import multihost
+from jaxformer.parallel import exit_codes, multihost
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.prove import states
 from jaxformer.training import records, run
 from jaxformer.training.checkpoints import Checkpoints
 
 ABOUT = """Compares a run of CONFIG that is killed (kill -9) and resumed with one that is not. They must be equal to the bit;
-otherwise the first leaf that differs is printed. Further --field value pairs are passed on to train.py. All files are written
-to a temporary directory. Exit code 0: the runs are equal; 1: they differ."""
+otherwise the first array that differs is printed. Further --field value pairs are passed on to train.py. All files are written
+to a temporary directory."""
+EXITS = exit_codes.described("the runs are equal", "the runs differ, or there was an error")
 NEAR = 1e-3
 """Largest relative difference of a loss where the second half has its sums in another order: some 1e-7 in each update, which
 further updates amplify."""
@@ -46,13 +47,13 @@ class Options(Strict):
     """What is proved."""
 
     steps: int = 10
-    """N: updates before the kill, and after it."""
+    """Number of updates before the kill, and again after it."""
     script: Path | None = None
-    """A training script of your own to run. Default: the command jaxformer train."""
+    """Training script of your own to run in place of the command jaxformer train."""
     then_mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Mesh of the second half, if it is to be another than that of --mesh."""
+    """Mesh of the second half, if it is to differ from that of --mesh."""
     then_processes: int = 1
-    """Processes of the second half. Above 1, all runs are on the CPU."""
+    """Number of processes in the second half. Above 1, all runs are on the CPU."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,19 +97,19 @@ def parse(arguments: list[str]) -> tuple[Options, Trainer]:
     is_named = bool(arguments) and not arguments[0].startswith("-")
     if not is_named and not {"-h", "--help"} & set(arguments):
         raise ValueError("the first argument must be a config file of train.py")
-    prog, rest = "python -m jaxformer.prove_resume CONFIG", arguments[1:] if is_named else arguments
-    options, flags = tyro.cli(Options, args=rest, prog=prog, description=ABOUT, return_unknown_args=True)
+    prog, rest = "jaxformer prove-resume CONFIG", arguments[1:] if is_named else arguments
+    options, flags = tyro.cli(Options, args=rest, prog=prog, description=f"{ABOUT}\n\n{EXITS}", return_unknown_args=True)
     config = run.parse([arguments[0], *flags], Path()).config
     if config.distributed.on:
         raise ValueError(
-            "leave out the --distributed.* flags: the first half is one process; --then-processes sets those of the second"
+            "leave out the --distributed.* flags: the first half is one process, and --then-processes sets the second"
         )
     steps = {"train.steps": 2 * options.steps, "train.eval-every": options.steps}
     fixed = steps | {"train.log-every": 1, "train.sample-tokens": 0}
     environment = os.environ | {"COLUMNS": "1000"} | ({"JAX_PLATFORMS": "cpu"} if options.then_processes > 1 else {})
     every = (*flags, *(str(word) for name, value in fixed.items() for word in (f"--{name}", value)))
     if options.script and not options.script.is_file():
-        raise FileNotFoundError(f"no {options.script}: give the train.py that trains this config as --script")
+        raise FileNotFoundError(f"there is no file {options.script}; give the script that trains this config as --script")
     program = (str(options.script.absolute()),) if options.script else ("-m", "jaxformer", "train")
     return options, Trainer(program, arguments[0], every, environment)
 
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> int:
     undisturbed, killed = folder / "whole", folder / "killed"
     is_proved = False
     try:
-        console.print(f"{2 * options.steps} updates in one go ...")
+        console.print(f"{2 * options.steps} updates without a kill ...")
         _ended(
             trainer,
             trainer.start(*trainer.program, *trainer.arguments(undisturbed), log=folder / "whole.log"),
@@ -165,7 +166,7 @@ def _kill(trainer: Trainer, directory: Path, steps: int, folder: Path) -> dict[s
     process.send_signal(signal.SIGKILL)
     code = process.wait()
     if code != -signal.SIGKILL or (path / str(2 * steps)).exists():
-        raise ValueError(f"the run ended before it could be killed: give more --steps than {steps}")
+        raise ValueError(f"the run ended before it could be killed; give more --steps than {steps}")
     return state_of(directory, steps)
 
 
@@ -257,7 +258,7 @@ def _compare(options: Options, undisturbed: Path, killed: Path, console: Console
         return True
     losses = [np.array([record["loss"] for record in records]) for records in logged]
     if len(losses[0]) != len(losses[1]):
-        console.print(f"[red]{len(losses[0])} records of metrics in one go, {len(losses[1])} after the kill[/]")
+        console.print(f"[red]{len(losses[0])} records of metrics without the kill, {len(losses[1])} with it[/]")
         return False
     largest = float(np.max(np.abs(losses[0] - losses[1]) / np.abs(losses[0])))
     near = f"losses are at most {largest:.1g} apart (relative)"

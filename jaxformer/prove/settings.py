@@ -55,7 +55,7 @@ def _objective(config: Config) -> Iterator[str]:
             yield f"{names}: train.objective={train.objective!r} has to read it itself; next_token does"
         return
     if train.label_smoothing > 0.5:
-        yield f"train.label_smoothing={train.label_smoothing:g} gives the wrong tokens more of the target than the right one"
+        yield f"train.label_smoothing={train.label_smoothing:g} gives wrong tokens more target probability than the right one"
     if train.loss_chunk is not None and train.loss_chunk >= config.data.length:
         yield f"train.loss_chunk={train.loss_chunk} is not below data.length={config.data.length}: it saves no memory"
     if cfg.experts.n_experts and not (cfg.execution.balance_loss or cfg.execution.balance_rate):
@@ -68,7 +68,7 @@ def _objective(config: Config) -> Iterator[str]:
 def _rows(config: Config) -> Iterator[str]:
     cfg, data = config.model, config.data
     if data.length > cfg.max_length:
-        yield f"data.length={data.length} is past model.max_length={cfg.max_length}: generation stops there"
+        yield f"data.length={data.length} is more than model.max_length={cfg.max_length}: generation stops there"
     elif cfg.position == "learned" and data.length < cfg.max_length and not cfg.encoder_layers:
         yield (
             f"data.length={data.length} is below model.max_length={cfg.max_length}: the table of positions is never trained "

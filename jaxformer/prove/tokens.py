@@ -39,10 +39,10 @@ def _amount(config: run.Config, corpus: Data) -> Finding:
     if not read:
         return Finding(OK, "data", ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in corpus.summary.items()) or "read")
     said = (
-        f"{read:,} tokens to train on; train.steps={config.train.steps} read them {config.train.steps * rows / read:.2g} times"
+        f"{read:,} tokens to train on; train.steps={config.train.steps} reads them {config.train.steps * rows / read:.2g} times"
     )
     if data.task == "text" and rows > read:
-        return Finding(WARNING, "data", f"{said}: one batch of {data.batch_size} × {data.length} is more than there is")
+        return Finding(WARNING, "data", f"{said}: this is less than one batch of {data.batch_size} × {data.length}")
     if not len(corpus.validation):
         return Finding(WARNING, "data", f"{said}; there is no text to validate on")
     return Finding(OK, "data", said)
@@ -52,7 +52,7 @@ def _vocabulary(config: run.Config, corpus: Data) -> Finding:
     tok, size = corpus.tokenizer, config.model.vocab_size
     special = {name: getattr(tok, f"{name}_id") for name in ("pad", "bos", "eos")}
     outside = [f"{name} {i}" for name, i in special.items() if i >= tok.vocab_size]
-    said = f"{tok.kind} tokenizer of {tok.vocab_size:,} ids, model.vocab_size={size:,}"
+    said = f"{tok.kind} tokenizer with {tok.vocab_size:,} ids, model.vocab_size={size:,}"
     if outside:
         return Finding(FAILED, "vocabulary", f"{said}: its ids of {' and '.join(outside)} are outside its vocabulary")
     if size > tok.vocab_size + SPARE_IDS:
@@ -69,13 +69,13 @@ def _ids(config: run.Config, corpus: Data, batch: Batch) -> Finding:
     for name, values in ids.items():
         wrong = values[(values < 0) | (values >= vocabulary)]
         if len(wrong):
-            return Finding(FAILED, "ids", f"{name} hold {wrong[0]}, outside the vocabulary of {vocabulary:,}")
+            return Finding(FAILED, "ids", f"{name} contain {wrong[0]}, which is outside the vocabulary of {vocabulary:,}")
     if "source" not in ids and config.model.causal and np.array_equal(batch["targets"], batch["tokens"]):
         return Finding(
-            FAILED, "ids", "the targets are the tokens themselves, not the token after each: copying would be learned"
+            FAILED, "ids", "the targets are the tokens themselves, not the token after each: the model would only learn to copy"
         )
     distinct = len(np.unique(np.concatenate(list(ids.values()))))
-    return Finding(OK, "ids", f"all of the first batch are in the vocabulary; {distinct:,} different ones")
+    return Finding(OK, "ids", f"all ids of the first batch are in the vocabulary; {distinct:,} of them differ")
 
 
 def _weights(config: run.Config, batch: Batch) -> Finding:
@@ -83,11 +83,11 @@ def _weights(config: run.Config, batch: Batch) -> Finding:
     share, rows = counted.mean(), (~counted.any(1)).sum()
     said = f"{share:.1%} of the targets of the first batch count"
     if not counted.any():
-        return Finding(FAILED, "weights", "no target of the first batch counts: there is nothing to learn from")
+        return Finding(FAILED, "weights", "no target of the first batch has any weight, so there is nothing to learn from")
     if rows:
-        return Finding(WARNING, "weights", f"{said}; of {rows} rows none does")
+        return Finding(WARNING, "weights", f"{said}, but none in {rows} of the rows")
     if share < LEAST:
-        return Finding(WARNING, "weights", f"{said}: most of the computation is for padding; a shorter data.length would do")
+        return Finding(WARNING, "weights", f"{said}, so most of the computation is spent on padding; lower data.length")
     return Finding(OK, "weights", said)
 
 
@@ -95,14 +95,16 @@ def _ends(config: run.Config, corpus: Data, batch: Batch) -> Finding:
     """Without an end in what is trained, a model never learns to stop."""
     eos, task = corpus.tokenizer.eos_id, config.data.task
     if eos < 0:
-        return Finding(WARNING, "end of text", f"this {corpus.tokenizer.kind} tokenizer has no eos id: outputs never end")
+        return Finding(
+            WARNING, "end of text", f"this {corpus.tokenizer.kind} tokenizer has no eos id, so generated text never ends"
+        )
     if task != "text":
         rows = _trained_ends(batch, eos).any(1)
         missing = int((~rows).sum())
         why = f"the targets of {missing} rows do not end with eos {eos}" if missing else f"every target ends with eos {eos}"
         return Finding(WARNING if missing else OK, "end of text", why)
     if not config.data.segment_documents:
-        return Finding(OK, "end of text", "data.segment_documents=False: documents are one stream")
+        return Finding(OK, "end of text", "data.segment_documents=False: documents are read as one stream")
     read, began = 0, time.perf_counter()
     for number in range(SEARCHED):
         batch = corpus.train[number]
@@ -111,7 +113,7 @@ def _ends(config: run.Config, corpus: Data, batch: Batch) -> Finding:
             return Finding(OK, "end of text", f"eos {eos} is among the targets ({count} in batch {number + 1})")
         if time.perf_counter() - began > SECONDS:
             break
-    why = f"eos {eos} is not among {read:,} targets: a text that is one document has no end, and the model will not learn one"
+    why = f"eos {eos} is not among {read:,} targets, so the model will not learn to end a text (is the text one document?)"
     return Finding(WARNING, "end of text", why)
 
 

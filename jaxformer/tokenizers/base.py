@@ -84,7 +84,7 @@ class Tokenizer:
         ids = [operator.index(i) for i in ids]
         for at, i in enumerate(ids):
             if not 0 <= i < self.vocab_size:
-                raise ValueError(f"id {i} at index {at} is outside the vocabulary of {self.vocab_size}")
+                raise ValueError(f"id {i} at index {at} is outside the vocabulary of {self.vocab_size} ids")
         skipped = self._skipped
         return self._decode([i for i in ids if i not in skipped])
 

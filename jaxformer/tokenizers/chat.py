@@ -24,12 +24,14 @@ def choose(known: str | list[dict[str, str]] | None, wanted: str | None, tools: 
         if name in named:
             return named[name]
         if wanted is None:
-            raise ValueError(f"this model has several chat templates and no default: give one of {sorted(named)} as template")
+            raise ValueError(
+                f"this model has several chat templates and no default; pass template= with one of {sorted(named)}"
+            )
         if "{" not in wanted:
-            raise ValueError(f"no chat template {wanted!r}{nearest(wanted, named)}")
+            raise ValueError(f"this model has no chat template {wanted!r}{nearest(wanted, named)}")
     template = wanted if wanted is not None else known
     if not isinstance(template, str):
-        raise ValueError("this tokenizer has no chat template; give one as template, or put a chat_template.jinja beside it")
+        raise ValueError("this tokenizer has no chat template; pass template=, or put a chat_template.jinja in its folder")
     return template
 
 
@@ -49,7 +51,7 @@ def render(
     context = {"documents": None, **variables, "tools": tools, "messages": [_message(m, i) for i, m in enumerate(messages)]}
     values = {name: _plain(value, name) for name, value in context.items()}
     if importlib.util.find_spec("jinja2") is None:
-        raise ValueError("chat templates need the package jinja2: install jaxformer[hf]")
+        raise ValueError("chat templates need the package jinja2; install jaxformer[hf]")
     try:
         return limited.call("render", template, {**values, "add_generation_prompt": add_generation_prompt})
     except limited.LimitError as error:
@@ -71,7 +73,7 @@ def strings(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def _message(message: Any, at: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"messages[{at}] must be a dict with a role and its content, not {type(message).__name__}")
+        raise ValueError(f"messages[{at}] must be a dict with a role and content, not {type(message).__name__}")
     # Interfaces give content=None or tool_calls=None where there is none; templates print it, or ask only what is defined.
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)

@@ -33,7 +33,7 @@ def steps(stage: Any) -> Iterator[dict[str, Any]]:
     if stage is None:
         return
     if not isinstance(stage, dict) or not isinstance(stage.get("type"), str):
-        raise ValueError(f"a step without a type: {stage!r:.80}")
+        raise ValueError(f"it has a step without a type: {stage!r:.80}")
     for name in ("normalizers", "pretokenizers", "processors", "decoders"):
         if stage["type"] == "Sequence" and name in stage:
             for inner in stage[name]:
@@ -54,10 +54,10 @@ def check(file: Mapping[str, Any]) -> None:
                 if isinstance(value, str) and key not in NOT_ADDED:
                     _check_length(f"{key} of its {name}", value)
                 if key in ("single", "pair") and isinstance(value, list) and len(value) > MOST_STEPS:
-                    raise ValueError(f"its {name} puts {len(value):,} parts together, more than {MOST_STEPS}")
+                    raise ValueError(f"its {name} joins {len(value):,} parts, more than {MOST_STEPS}")
         growth = math.prod(_growth(step) for step in stage)
         if growth > LARGEST_GROWTH:
-            raise ValueError(f"its {name} makes up to {growth:,.0f} characters of one, more than {LARGEST_GROWTH:.0f}")
+            raise ValueError(f"its {name} turns one character into up to {growth:,.0f}, more than {LARGEST_GROWTH:.0f}")
 
 
 def _check_vocabulary(model: Mapping[str, Any]) -> None:
@@ -65,22 +65,22 @@ def _check_vocabulary(model: Mapping[str, Any]) -> None:
     tokens = list(vocab) if isinstance(vocab, dict) else [entry[0] for entry in vocab]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(tokens)))
     if ids and min(ids) < 0:
-        raise ValueError(f"its vocabulary has id {min(ids)}")
+        raise ValueError(f"its vocabulary has the negative id {min(ids)}")
     if ids and max(ids) >= 2 * len(ids) + SPARE_IDS:
-        raise ValueError(f"its vocabulary has id {max(ids):,}, and only {len(ids):,} tokens")
+        raise ValueError(f"its vocabulary has the id {max(ids):,} but only {len(ids):,} tokens")
     if len(set(ids)) < len(ids):
         owner: dict[int, str] = {}
         first, second = next(
             (owner[i], token) for token, i in zip(tokens, ids, strict=True) if owner.setdefault(i, token) != token
         )
-        raise ValueError(f"its tokens {first!r:.80} and {second!r:.80} have one id")
+        raise ValueError(f"its tokens {first!r:.80} and {second!r:.80} have the same id")
     if longest := max(map(len, tokens), default=0) > LONGEST_TOKEN and max(tokens, key=len):
         raise ValueError(f"its token {longest!r:.40} has {len(longest):,} characters, more than {LONGEST_TOKEN:,}")
     for name, value in model.items():
         if isinstance(value, str):
             _check_length(name, value)
     if (most := model.get("max_input_chars_per_word") or 0) > LONGEST_TOKEN:
-        raise ValueError(f"max_input_chars_per_word={most} is more than {LONGEST_TOKEN:,}")
+        raise ValueError(f"its max_input_chars_per_word={most} is more than {LONGEST_TOKEN:,}")
 
 
 def _check_length(name: str, text: str) -> None:
@@ -113,11 +113,11 @@ def check_character_map(data: bytes) -> float:
     (size,) = struct.unpack("<I", data[:4]) if len(data) >= 4 else (0,)
     texts = data[4 + size :]
     if not size or size % 1024 or size > len(data) - 4 or not texts.endswith(b"\0"):
-        raise ValueError("its table of characters is not complete")
+        raise ValueError("its table of characters is incomplete")
     units = np.frombuffer(data, "<u4", size // 4, offset=4).astype(np.int64)
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     is_value = units >> 31 == 1
     inner = (np.arange(len(units)) ^ offsets)[~is_value]
     if np.any(inner | 0xFF >= len(units)) or np.any((units & 0x7FFFFFFF)[is_value] >= len(texts)):
-        raise ValueError("its table of characters points out of itself")
+        raise ValueError("its table of characters has an index outside itself")
     return float(max(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0")))

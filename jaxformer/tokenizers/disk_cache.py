@@ -44,7 +44,7 @@ def cached(kind: str, name: str, make: Callable[[], bytes]) -> bytes:
     try:
         write(path, _check(kind, name, payload) + payload)
     except OSError as error:
-        warnings.warn(f"nothing is cached: {error} (set JAXFORMER_CACHE to a folder that can be written)", stacklevel=2)
+        warnings.warn(f"cannot cache {kind}: {error}. Set JAXFORMER_CACHE to a folder that can be written", stacklevel=2)
     return payload
 
 
@@ -52,7 +52,7 @@ def target(path: str | os.PathLike) -> Path:
     """``path`` with ``~`` expanded. Raises ValueError, before there is anything to write, where no file can be written."""
     file = Path(os.path.expanduser(path))
     if file.is_dir():
-        raise ValueError(f"{file} is a folder; give the name of a file")
+        raise ValueError(f"{file} is a folder; give the path of a file")
     if not file.parent.is_dir():
         raise ValueError(f"{file} cannot be written: {file.parent} is not a folder")
     if not os.access(file if file.exists() else file.parent, os.W_OK):

@@ -32,7 +32,7 @@ class Published(Tokenizer):
         try:
             import tokenizers
         except ImportError as error:
-            raise ValueError("a Hugging Face tokenizer needs the package tokenizers: install jaxformer[hf]") from error
+            raise ValueError("a Hugging Face tokenizer needs the package tokenizers; install jaxformer[hf]") from error
         with _said("not a complete Hugging Face tokenizer"):
             self._tok: Any = tokenizers.Tokenizer.from_buffer(data)
         self._tok.no_truncation()  # both are settings of whoever saved the file, not of the tokenizer
@@ -77,7 +77,7 @@ class Published(Tokenizer):
             name = token["content"]
             given_id = self._tok.token_to_id(name)
             if given_id != i:  # tokenizers gives the next free id, whatever the file says
-                raise ValueError(f"added token {name!r} cannot have id {i}: it gets {given_id}")
+                raise ValueError(f"the added token {name!r} should have id {i}, but the tokenizers library gives it {given_id}")
         added = {token.content: token for token in self._tok.get_added_tokens_decoder().values()}
         names = [
             name for name in sorted(tokenizer_config.control_names(self._config)) if self._tok.token_to_id(name) is not None
@@ -114,7 +114,7 @@ class Published(Tokenizer):
         for text, ids in zip(texts, encoded, strict=True):
             if not self._controls.isdisjoint(ids):
                 name = next(self._special[i] for i in ids if i in self._controls)
-                raise ValueError(f"this tokenizer makes the control id of {name!r} of plain text, in {text[:80]!r}")
+                raise ValueError(f"this tokenizer turns plain text into the control id of {name!r}, in {text[:80]!r}")
         return encoded
 
     def encode_prompt(self, text):
@@ -188,7 +188,7 @@ class Published(Tokenizer):
             if not allow_special and (name := self._control_in(text_of_chat)):
                 raise ValueError(
                     f"{where} holds {name!r}, which would become a control id of the conversation; "
-                    "give allow_special=True if that is meant"
+                    "pass allow_special=True if that is intended"
                 )
         return self.encode(text, special=True)
 

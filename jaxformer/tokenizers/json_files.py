@@ -27,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds {type(values).__name__}, not an object")
+        raise ValueError(f"{path} holds a JSON {type(values).__name__}, not an object")
     return values
 
 
@@ -41,12 +41,12 @@ def check(path: Path) -> None:
     """Raises FileNotFoundError where there is no such file, and ValueError for one of more than ``LARGEST`` bytes and for what
     is no regular file (a FIFO would be waited for, a device has no end)."""
     if not path.exists():
-        raise FileNotFoundError(f"there is no {path}")
+        raise FileNotFoundError(f"there is no file {path}")
     require_regular(path)
     if not path.is_file():
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if (size := path.stat().st_size) > LARGEST:
-        raise ValueError(f"it has {size:,} bytes, more than the {LARGEST:,} that are read")
+        raise ValueError(f"it has {size:,} bytes, more than the {LARGEST:,} that are allowed")
 
 
 def parse(data: bytes) -> Any:
@@ -56,7 +56,7 @@ def parse(data: bytes) -> Any:
     readers take differently; and for more values or more depth than ``MOST_VALUES`` and ``DEEPEST`` allow.
     """
     if (values := data.count(b",") + data.count(b"[") + data.count(b"{")) > MOST_VALUES:
-        raise ValueError(f"it has some {values:,} values, more than the {MOST_VALUES:,} that are read")
+        raise ValueError(f"it has about {values:,} values, more than the {MOST_VALUES:,} that are allowed")
     try:
         value = json.loads(
             data.decode("utf-8-sig"),
@@ -68,7 +68,7 @@ def parse(data: bytes) -> Any:
     except RecursionError:
         raise ValueError(f"it is nested more than {DEEPEST} deep") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+        raise ValueError(f"it is not JSON ({error})") from None
     _check_depth(value)
     return value
 
@@ -83,7 +83,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a number that a file may hold")
+    raise ValueError(f"{text} is not allowed as a number")
 
 
 def _finite(text: str) -> float:
@@ -95,7 +95,7 @@ def _finite(text: str) -> float:
 
 def _integer(text: str) -> int:
     if len(text) > LONGEST_NUMBER:
-        raise ValueError(f"an integer of {len(text):,} digits is not a number that a file may hold")
+        raise ValueError(f"an integer of {len(text):,} digits is not allowed")
     return int(text)
 
 

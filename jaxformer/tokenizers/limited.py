@@ -96,7 +96,7 @@ def _reason(status: int, seconds: float, most: int) -> str:
         return f"it takes more than {most >> 20} MB of memory, or its library gives up"
     if status == -getattr(signal, "SIGPROF", 0):
         return f"it takes more than {seconds:.1f} s of computing"
-    return f"the process that reads it ends with status {status}, or takes more than {PATIENCE + seconds:.0f} s"
+    return f"the process that reads it ended with status {status}, or took more than {PATIENCE + seconds:.0f} s"
 
 
 def _start() -> subprocess.Popen:

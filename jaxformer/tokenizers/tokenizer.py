@@ -99,7 +99,7 @@ class SentencePiece(Tokenizer):
         try:
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            raise ValueError(f"not a SentencePiece model: {error}") from error
+            raise ValueError(f"it is not a SentencePiece model: {error}") from error
         self._bytes = model
         self.vocab_size = self._model.vocab_size()
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
@@ -147,7 +147,7 @@ def load(path: str | os.PathLike) -> Tokenizer:
     file = Path(path).expanduser()
     require_regular(file)
     if str(path) in KINDS and not file.exists():
-        raise ValueError(f"a {path} tokenizer is made from text: use train({str(path)!r}, texts), or load a saved one")
+        raise ValueError(f"a {path} tokenizer is learned from text; use train({str(path)!r}, texts), or load a saved one")
     if file.is_dir():
         # The models that have both were made with the .model; tokenizer.json is what transformers uses.
         names = [name for name in (Tokenizer.file, SentencePiece.file) if (file / name).is_file()]
@@ -180,9 +180,9 @@ def train(kind: str, texts: Sequence[str], vocab_size: int = 4096) -> Tokenizer:
     if kind == "byte":
         return Bytes()
     if isinstance(texts, str):
-        raise ValueError("train takes a list of texts, not one str")
+        raise ValueError("train takes a list of texts, not one str; pass [text]")
     if not any(texts):
-        raise ValueError(f"a {kind} tokenizer needs text to learn from; there is none")
+        raise ValueError(f"a {kind} tokenizer needs text to learn from, but the texts are empty")
     if kind == "char":
         return Characters("".join(set().union(*texts)))
     sample = list(train_sentencepiece.sampled(texts))
@@ -201,4 +201,4 @@ def _from_json(data: bytes, folder: Path) -> Tokenizer:
         return Characters(saved["characters"])
     if isinstance(saved, dict) and isinstance(saved.get("model"), dict):
         return Published.from_folder(data, saved, folder)
-    raise ValueError("not a saved tokenizer (no kind of 'char' or 'byte')")
+    raise ValueError("it is not a saved tokenizer: its kind is neither 'char' nor 'byte'")

@@ -29,13 +29,13 @@ def read(folder: Path) -> dict[str, Any]:
         if isinstance(value, dict) and name.endswith("_token"):
             config[name] = value.get("content")
         if name in NAMED and (not isinstance(config[name], str | int | None) or isinstance(value, bool)):
-            raise ValueError(f"{CONFIG}: {name}={value!r} is no token")
+            raise ValueError(f"{CONFIG}: {name}={value!r} is not a token")
     table = config.get("added_tokens_decoder") or {}
     if not isinstance(table, dict) or not all(key.isdecimal() and _is_token(value) for key, value in table.items()):
-        raise ValueError(f"{CONFIG}: added_tokens_decoder is no table of tokens by their ids")
+        raise ValueError(f"{CONFIG}: added_tokens_decoder is not an object of tokens by their ids")
     for name in LISTS:
         if not isinstance(config.get(name), list | dict | None):
-            raise ValueError(f"{CONFIG}: {name} is no list of tokens")
+            raise ValueError(f"{CONFIG}: {name} is not a list of tokens")
     files = {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:
@@ -44,7 +44,7 @@ def read(folder: Path) -> dict[str, Any]:
     template = config.get("chat_template")
     entries = template if isinstance(template, list) else [{"name": "default", "template": template or ""}]
     if not all(isinstance(entry, dict) and _is_text(entry.get("name"), entry.get("template")) for entry in entries):
-        raise ValueError(f"{CONFIG}: chat_template must be a text, or a list of name and template")
+        raise ValueError(f"{CONFIG}: chat_template must be a string, or a list of objects with name and template")
     return config
 
 
@@ -85,7 +85,7 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path.name} holds {type(values).__name__}, not an object")
+        raise ValueError(f"{path.name} holds a JSON {type(values).__name__}, not an object")
     return values
 
 

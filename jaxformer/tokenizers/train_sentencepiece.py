@@ -53,9 +53,9 @@ def train(kind: str, sample: Sequence[str], vocab_size: int) -> bytes:
         )
     except RuntimeError as error:
         if most := re.search(r"too high.*<= (\d+)", str(error)):
-            raise ValueError(f"vocab_size={vocab_size} is too large for this text: at most {most[1]}") from error
+            raise ValueError(f"vocab_size={vocab_size} is too large for this text; it can be at most {most[1]}") from error
         if least := re.search(r"required_chars.* vs (\d+)", str(error)):
-            raise ValueError(f"vocab_size={vocab_size} is too small for this text: at least {least[1]}") from error
+            raise ValueError(f"vocab_size={vocab_size} is too small for this text; it must be at least {least[1]}") from error
         raise ValueError(f"SentencePiece cannot train on this text: {error}") from error
     return model.getvalue()
 
@@ -94,7 +94,7 @@ def _check_normalizer(settings: bytes) -> None:
     for number, kind, value in _fields(settings):
         if number == CHARACTER_MAP and kind == 2 and (growth := checks.check_character_map(value)) > checks.LARGEST_GROWTH:
             raise ValueError(
-                f"its normalizer makes up to {growth:,.0f} characters of one, more than {checks.LARGEST_GROWTH:.0f}"
+                f"its normalizer turns one character into up to {growth:,.0f}, more than {checks.LARGEST_GROWTH:.0f}"
             )
 
 

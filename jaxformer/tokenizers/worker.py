@@ -21,16 +21,17 @@ MOST_IDS = 256
 
 
 def render(template: str, values: dict[str, Any]) -> str:
-    """The text that a chat template makes of ``values``. Raises ValueError where it refuses or fails."""
+    """The text that a chat template makes of ``values``. Raises ValueError where the template fails or calls
+    raise_exception."""
     compiled = _compiled(template)
     try:
         text = compiled.render(values)
     except MemoryError:
         raise
     except Exception as error:  # a template may raise anything; this conversation then has no text
-        raise ValueError(f"the chat template: {error}") from error
+        raise ValueError(f"the chat template failed: {error}") from error
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"the chat template: it writes {len(text):,} characters, more than {LONGEST_TEXT:,}")
+        raise ValueError(f"the chat template wrote {len(text):,} characters; at most {LONGEST_TEXT:,} are allowed")
     return text
 
 
@@ -42,7 +43,7 @@ def _compiled(template: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # jinja2's errors, and those of its constant folding
-        raise ValueError(f"the chat template cannot be read: {error}") from error
+        raise ValueError(f"the chat template cannot be parsed: {error}") from error
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def _environment() -> Any:
     class Environment(sandbox.ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj, attribute):
             if attribute.startswith("_"):  # Jinja would print nothing for it
-                raise jinja2.exceptions.SecurityError(f"access to attribute {attribute!r} is unsafe")
+                raise jinja2.exceptions.SecurityError(f"access to attribute {attribute!r} is not allowed")
             return super().unsafe_undefined(obj, attribute)
 
     def refuse(message):
@@ -80,8 +81,8 @@ def _environment() -> Any:
 
 
 def check_tokenizer(data: bytes) -> str:
-    """Reads a tokenizer.json, and encodes and decodes probes with it. Raises ValueError where it cannot be read or where its
-    library panics."""
+    """Reads a tokenizer.json, and encodes and decodes probes with it. Raises ValueError where it cannot be read, or where the
+    tokenizers library crashes on it."""
     import tokenizers
 
     try:
@@ -89,7 +90,7 @@ def check_tokenizer(data: bytes) -> str:
     except MemoryError:
         raise
     except Exception as error:  # tokenizers passes on the errors of its parsers
-        raise ValueError(f"not a complete Hugging Face tokenizer: {error}") from error
+        raise ValueError(f"it is not a complete Hugging Face tokenizer: {error}") from error
     tok.no_truncation()
     tok.no_padding()
     for text in _probes():
@@ -97,7 +98,7 @@ def check_tokenizer(data: bytes) -> str:
             ids = tok.encode(text, add_special_tokens=True).ids
         except MemoryError:
             raise
-        except Exception:  # this text has no ids, which an ordinary vocabulary may say
+        except Exception:  # an ordinary vocabulary may have no ids for this text
             continue
         _check_count(text, ids)
         tok.decode(ids, skip_special_tokens=False)
@@ -105,13 +106,13 @@ def check_tokenizer(data: bytes) -> str:
 
 
 def check_sentencepiece(data: bytes) -> str:
-    """The same of a SentencePiece .model."""
+    """Does the same with a SentencePiece .model."""
     import sentencepiece
 
     try:
         model: Any = sentencepiece.SentencePieceProcessor(model_proto=data)
     except RuntimeError as error:
-        raise ValueError(f"not a SentencePiece model: {error}") from error
+        raise ValueError(f"it is not a SentencePiece model: {error}") from error
     for text in _probes():
         ids = model.encode(text)
         _check_count(text, ids)
@@ -130,7 +131,7 @@ def _probes() -> list[str]:
 def _check_count(text: str, ids: list[int]) -> None:
     most = MOST_IDS * (len(text.encode()) + 1)
     if len(ids) > most:
-        raise ValueError(f"it makes {len(ids):,} ids of a text of {len(text):,} characters")
+        raise ValueError(f"it makes {len(ids):,} ids of a text of {len(text):,} characters, more than any real tokenizer")
 
 
 FUNCTIONS: dict[str, Callable[..., str]] = {f.__name__: f for f in (render, check_tokenizer, check_sentencepiece)}
@@ -158,13 +159,13 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         try:
             data = DONE + FUNCTIONS[name](*arguments).encode("utf-8", "surrogatepass")
         except MemoryError:
-            sys.exit(NO_ROOM)  # nothing that is left of it is to be relied on
+            sys.exit(NO_ROOM)  # the process may be in any state after that
         except ValueError as error:
             data = FAILED + str(error).encode("utf-8", "surrogatepass")
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # what a panic of Rust becomes is no Exception
+            if type(error).__name__ != "PanicException":  # a panic in Rust is raised as a BaseException of this name
                 raise
-            data = FAILED + f"its library panics: {error}".encode("utf-8", "surrogatepass")
+            data = FAILED + f"the tokenizers library crashed: {error}".encode("utf-8", "surrogatepass")
         limit(0, 0)
         answers.write(struct.pack("<Q", len(data)) + data)
         answers.flush()

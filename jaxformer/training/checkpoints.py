@@ -81,7 +81,7 @@ class Checkpoints:
         items = stored.split(state)
         known = {name: summaries(item) for name, item in items.items()}
         if wrong := stored.nonfinite(known):
-            raise FloatingPointError(f"{wrong} after step {step}, which is not saved; {self.newest()}")
+            raise FloatingPointError(f"{wrong} after step {step}, which is therefore not saved; {self.newest()}")
         arguments = {name: ocp.args.StandardSave(item) for name, item in items.items()}
         is_number = validation_loss is not None and math.isfinite(validation_loss)
         metrics: dict[str, Any] | None = {"loss": validation_loss} if is_number else None
@@ -92,7 +92,7 @@ class Checkpoints:
     def newest(self) -> str:
         """The newest step in words, for messages."""
         steps = self.steps()
-        return f"newest good step {steps[-1]}" if steps else "no step has been saved yet"
+        return f"the newest good checkpoint is step {steps[-1]}" if steps else "no step has been saved yet"
 
     def restore(self, like: TrainState) -> TrainState | None:
         """The newest complete state, None if nothing has been saved. ``like``: the expected tree, of arrays or
@@ -111,7 +111,7 @@ class Checkpoints:
         items = self._newest(stored.split(like), broken)
         if items is None:
             if aside := sorted(path.name for path in self.directory.glob("*.broken*")):
-                how = "move them elsewhere to begin anew"
+                how = "move them elsewhere to train from the start"
                 raise ValueError(f"{self.directory} holds only steps that could not be read ({', '.join(aside)}); {how}")
             return None
         for step in broken:
@@ -127,7 +127,7 @@ class Checkpoints:
             wanted = {"rest": {"opt_state": {"ema": mean}}}
         items = self._newest(wanted, [], partial=ema)
         if items is None:
-            raise FileNotFoundError(f"no checkpoint in {self.directory}")
+            raise FileNotFoundError(f"there is no checkpoint in {self.directory}")
         if not ema:
             return items["params"]
         return jax.tree.map(lambda x, param: x.astype(param.dtype), items["rest"]["opt_state"]["ema"], like)
@@ -179,7 +179,7 @@ class Checkpoints:
             try:
                 stored.check_loss(json.loads((metrics / "metrics").read_text()), self.directory / str(step))
             except Exception as error:  # whatever it holds, Orbax would not open the other steps because of it
-                message = "the validation loss of step %s cannot be used (%r): the step no longer counts as the best"
+                message = "the validation loss of step %s cannot be used (%r), so the step no longer counts as the best"
                 log.warning(message, step, error)
                 shutil.rmtree(metrics) if metrics.is_dir() else metrics.unlink()
 
@@ -200,7 +200,7 @@ class Checkpoints:
             reasons.append(f"  {step}: {reason}")
         if reasons:
             none = f"none of the checkpoints in {self.directory} can be read"
-            raise ValueError("\n".join([f"{none}; move them elsewhere to begin anew:", *reasons]))
+            raise ValueError("\n".join([f"{none}; move them elsewhere to train from the start:", *reasons]))
         return None
 
     def _read(self, step: int, like: dict[str, Any], partial: bool) -> tuple[Any, dict[str, Any], str]:

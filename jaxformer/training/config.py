@@ -29,13 +29,13 @@ class TrainConfig(Strict):
     NAMES = {"objective": (NEXT_TOKEN,)}
 
     steps: int = 1000
-    """Number of updates."""
+    """Number of updates (training steps)."""
     objective: str = NEXT_TOKEN
     """What training minimises: next_token (cross-entropy), or 'package.module:name' of an objective, a function
     (params, batch, rng), or of a function of the ModelConfig and this TrainConfig that returns one (see
     jaxformer.training.objective)."""
     eval_every: int = 250
-    """Steps between evaluations; each also prints a sample and saves the state."""
+    """Number of steps between evaluations; each also prints a sample and saves the state."""
     save_every: int = 0
     """Number of steps between saves, in addition to those after evaluations. 0: save after evaluations only."""
     save_minutes: float = 0.0
@@ -44,37 +44,37 @@ class TrainConfig(Strict):
     """First and last step to trace, such as 10:15. The trace is written to profile/ in the run's directory, for XProf (xprof
     RUN/profile) or TensorBoard. Empty: no trace."""
     log_every: int = 10
-    """Steps between records in metrics.jsonl."""
+    """Number of steps between records in metrics.jsonl."""
     track: tracking.Name = "none"
     """Experiment tracker that also gets every record: wandb, trackio or mlflow (install the extra of that name). A resumed run
     continues its run there."""
     keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep; the checkpoint of lowest validation loss is kept as well."""
+    """Number of newest checkpoints to keep. The checkpoint of lowest validation loss is always kept too."""
     microbatches: int = 1
-    """Parts that a batch is computed in, one after another, to save memory. The numbers stay the same, but for the masks of
-    dropout and, with experts, the balance loss, which each part computes from its own load."""
+    """Parts that a batch is computed in, one after another, to save memory. The results stay the same, except for dropout
+    masks and, with experts, the balance loss, which each part computes from its own load."""
     label_smoothing: float = 0.0
-    """Share of the target probability that is spread evenly over the vocabulary."""
+    """Share of the target probability that is spread evenly over the vocabulary. 0: no smoothing."""
     loss_chunk: int | None = None
-    """Positions whose logits are in memory at a time; None: all."""
+    """Number of positions whose logits are in memory at a time, to save memory. None: all."""
     mtp_weight: float = 0.3
-    """Weight of the loss on the token after the next, for a model with model.mtp."""
+    """Weight of the loss on the token after the next one, for a model with model.mtp."""
     z_loss: float = 0.0
     """Weight of the mean squared logsumexp of the logits, which keeps them from drifting (Chowdhery et al. 2022: 1e-4)."""
     max_skipped: int = 0
-    """Updates in a row that may be left out because their gradient is not finite: the parameters stay as they are, and training
-    goes on with the next batch. One more stops the run."""
+    """Number of updates in a row that may be skipped because their gradient is not finite: the parameters stay as they are, and
+    training continues with the next batch. One more stops the run."""
     agree_every: int = 1000
-    """Steps between comparisons of the copies of the parameters on several devices and processes; the run stops where one
-    differs. 0: none."""
+    """Number of steps between comparisons of the copies of the parameters on several devices and processes; the run stops if
+    they differ. 0: no comparisons."""
     parallel: Literal["jit", "pmap"] = "jit"
     """How the rows of a batch are spread over the devices, if no mesh is given: by jax.jit or by jax.pmap."""
     seed: int = 0
     """Seed of the initial parameters and of dropout, from 0 to 4294967295 (2^32 − 1)."""
     prompt: str = "def "
-    """Text that the samples printed during training continue."""
+    """Prompt of the samples printed during training."""
     sample_tokens: int = 200
-    """Length of a sample in tokens; 0: no samples."""
+    """Number of tokens in a sample printed during training. 0: no samples."""
     temperature: float = 0.8
     """Sampling temperature for the samples printed during training."""
 
@@ -112,12 +112,12 @@ class InitConfig(Strict):
     """A run directory, a Hugging Face folder or a Hugging Face Hub id whose model is trained further. It decides the
     architecture and the tokenizer (unless data.tokenizer is a path). None: fresh parameters."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub id."""
+    """Branch, tag or commit to load, where init.from is a Hugging Face Hub id."""
 
     def __post_init__(self):
         super().__post_init__()
         if self.revision is not None and self.folder is None:
-            raise ValueError("init.revision needs init.from with a Hugging Face Hub id")
+            raise ValueError("init.revision has no effect without init.from; give a Hugging Face Hub id there")
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Config(Strict):
     """Everything that defines a run."""
 
     model: ModelConfig
-    """The model. Its vocab_size grows to the tokenizer's."""
+    """The model. Its vocab_size is raised to that of the tokenizer where it is smaller."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    """The data it is trained on."""
+    """The data that the model is trained on."""
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     """The optimizer."""
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -137,10 +137,10 @@ class Config(Strict):
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     """How the model is spread over devices."""
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
-    """How this process finds the others, if there are several."""
+    """How this process finds the others of a run with several processes."""
     run_dir: str = ""
-    """Directory for everything that a run writes; a run that it holds already is continued. Default: runs/<config file's
-    name>."""
+    """Directory that the run writes everything to. If it already holds a run, that run is continued. Default: runs/<name of the
+    config file>."""
 
     def __post_init__(self):
         super().__post_init__()

@@ -39,7 +39,7 @@ def expanded(path: str) -> str:
     if home == path:
         raise ValueError(f"{path}: {path.split('/')[0]} has no home directory; write ./{path} for a folder of that name")
     if os.path.exists(os.path.join(path, "config.json")) and not os.path.exists(os.path.join(home, "config.json")):
-        raise ValueError(f"{path} means {home}, but there is a run in ./{path}: move it there, or give ./{path}")
+        raise ValueError(f"{path} means {home}, but there is a run in ./{path}; move that run there, or give ./{path}")
     return home
 
 
@@ -165,10 +165,10 @@ def _take(path: Path) -> int:
         except BlockingIOError as error:
             holder = _holder(file)
             os.close(file)
-            raise ValueError(f"{path.parent} is in use by {holder}: wait for it to end, or choose another --run-dir") from error
+            raise ValueError(f"{path.parent} is in use by {holder}; wait until it ends, or choose another --run-dir") from error
         except OSError as error:
             reason = error.strerror
-            log.warning("%s cannot be locked (%s): make sure that no other train.py uses this directory", path.parent, reason)
+            log.warning("%s cannot be locked (%s); make sure that no other train.py uses this directory", path.parent, reason)
             return file
         try:
             is_there = os.path.samestat(os.stat(path), os.fstat(file))

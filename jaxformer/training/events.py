@@ -62,7 +62,7 @@ class Events:
         try:
             yield
         except OSError as error:
-            log.warning("no TensorBoard events from here on: %s: %s", self._folder, error.strerror or error)
+            log.warning("TensorBoard events are no longer written: %s: %s", self._folder, error.strerror or error)
             writer, self._writer = self._writer, None
             with contextlib.suppress(OSError):  # a disk that is full refuses what is buffered once more
                 if writer is not None:

@@ -41,7 +41,7 @@ def during(what: str, directory: Path, kind: type[Exception] = Exception) -> Ite
             raise
         steps = saved_steps(directory)
         safe = f"the last saved step is {steps[-1]}, from which" if steps else "no step has been saved yet;"
-        raise Failed(f"{what}: {reason}; {safe} the same command continues once this has been fixed") from error
+        raise Failed(f"{what}: {reason}; {safe} the same command resumes once this is fixed") from error
 
 
 def ignore_abandoned_saves() -> None:

@@ -44,10 +44,10 @@ class Guard:
         self._in_a_row, self._skipped = self._in_a_row + 1, self._skipped + 1
         if self._in_a_row > self._train.max_skipped:
             raise FloatingPointError(f"{what}; {self._advice()}")
-        log.warning("%s: the update is left out (%d in a row, at most %d)", what, self._in_a_row, self._train.max_skipped)
+        log.warning("%s: this update is skipped (%d in a row, of at most %d)", what, self._in_a_row, self._train.max_skipped)
 
     def _advice(self) -> str:
-        return f"{self._newest()}. Lower optim.lr, check the data, or allow it with train.max_skipped"
+        return f"{self._newest()}. Lower optim.lr, check the data, or let such updates be skipped by train.max_skipped"
 
     def compare(self, step: int, params: Any) -> None:
         """Every ``train.agree_every`` steps, compares the copies of ``params`` on all devices. All processes must call it.
@@ -61,5 +61,5 @@ class Guard:
             which = ", ".join(map(str, processes))
             raise FloatingPointError(
                 f"copies of the parameters differ at step {step}, on a device of process {which}: the device is faulty, or the "
-                f"process runs another program; {self._newest()}, from which the same command goes on"
+                f"process runs different code; {self._newest()}, from which the same command resumes"
             )

@@ -54,9 +54,9 @@ def check(cfg: ModelConfig, base: int) -> None:
     """Raises ValueError for what would not carry over from one width to another."""
     for name, why in UNFIT.items():
         if getattr(cfg, name):
-            raise ValueError(f"optim.mup_base is not for a model with {name}: {why}")
+            raise ValueError(f"optim.mup_base does not support a model with {name}: {why}")
     if cfg.init != "fan_in":
-        raise ValueError(f"optim.mup_base needs init='fan_in', not {cfg.init!r}: initial values that shrink with the width")
+        raise ValueError(f"optim.mup_base needs init='fan_in', whose initial values shrink with the width, not {cfg.init!r}")
     if cfg.attention_scale is None and cfg.n_heads * base % cfg.d_model:
         heads = f"{cfg.n_heads} heads of d_model={cfg.d_model} are {cfg.n_heads * base / cfg.d_model:g} of {base}"
         raise ValueError(f"optim.mup_base={base}: {heads}; widths have heads of one width, or attention_scale is given")

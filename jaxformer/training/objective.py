@@ -59,7 +59,7 @@ def mean_metrics(objective: Objective, sums: Any) -> dict[str, Any]:
     if metrics := getattr(objective, "metrics", None):
         means = {"weight": sums["weight"]} | metrics(sums)
         if "loss" not in means:
-            raise ValueError(f"metrics(sums) of an objective must have 'loss'; it has {', '.join(means)}")
+            raise ValueError(f"metrics(sums) of an objective must include 'loss'; it has {', '.join(means)}")
         return means
     count = balance.nonzero(sums["weight"])
     means = {name: value / count for name, value in sums.items() if jnp.ndim(value) == 0}
@@ -105,7 +105,7 @@ class NextToken:
         cfg = self.cfg
         check(batch, cfg)
         if cfg.mtp and "embeddings" in batch:
-            raise ValueError("embeddings in a batch do not go with mtp, whose block reads the next tokens by their ids")
+            raise ValueError("a batch with embeddings cannot be used with mtp, whose block reads the next tokens by their ids")
         rng = rng if cfg.execution.has_dropout else None
         inputs = {name: batch[name] for name in OPTIONAL if name in batch}
         targets, weights = int32(batch["targets"]), counted_weights(batch)
@@ -178,7 +178,7 @@ def next_token(
     """
     experts = cfg.experts
     if experts.n_experts and experts.per_token == 1 and experts.normalize:
-        raise ValueError("experts with per_token=1 and normalize=True weigh 1, always: their router would learn nothing")
+        raise ValueError("experts with per_token=1 need normalize=False, or their router would learn nothing")
     return NextToken(cfg, label_smoothing, loss_chunk, mtp_weight, z_loss)
 
 
@@ -285,7 +285,7 @@ def check(batch: Batch, cfg: ModelConfig) -> None:
     shape = jnp.shape(batch["tokens"])
     for name in ("targets", "weights"):
         if jnp.shape(batch[name]) != shape:
-            raise ValueError(f"batch entry {name!r} has shape {jnp.shape(batch[name])}, tokens have {shape}")
+            raise ValueError(f"batch entry {name!r} has shape {jnp.shape(batch[name])}, but tokens have {shape}")
     targets, weights = batch["targets"], batch["weights"]
     if not jnp.issubdtype(jnp.asarray(targets).dtype, jnp.integer):
         raise ValueError(f"batch entry 'targets' must be integers, not {jnp.asarray(targets).dtype}")

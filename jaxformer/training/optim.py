@@ -49,14 +49,14 @@ class OptimConfig(Strict):
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """After the warm-up: cosine, down to final_lr at the last step; wsd, stable, then linear down to final_lr;
+    """Learning rate after the warm-up: cosine, down to final_lr at the last step; wsd, stable, then linear down to final_lr;
     inverse_sqrt, lr·sqrt(warmup/step), which is the 2017 schedule for lr = (d_model·warmup)^-0.5; constant."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    """Number of steps over which the learning rate rises linearly from 0."""
     final_lr: float = 0.1
-    """Learning rate at the end, as a fraction of the peak (cosine, wsd)."""
+    """Learning rate at the last step, as a fraction of lr (cosine, wsd)."""
     decay_steps: float = 0.2
-    """Share of all steps in which wsd decays."""
+    """Share of all steps, at the end, over which wsd decays."""
     beta1: float = 0.9
     """Decay of the gradient's running mean (adamw, muon's AdamW); share of it in the update (lion); momentum (sgd)."""
     beta2: float = 0.95
@@ -64,15 +64,15 @@ class OptimConfig(Strict):
     eps: float = 1e-8
     """Adam's epsilon (adamw, muon's AdamW)."""
     muon_beta: float = 0.95
-    """Decay of the running mean that Muon orthogonalises."""
+    """Decay of the gradient's running mean that Muon orthogonalises."""
     muon_rms: float = 0.2
     """Muon's update times muon_rms·sqrt(max(inputs, outputs)), which makes its root mean square about muon_rms whatever the
     shape: 0.2 is AdamW's, whose learning rate then fits both (Liu et al. 2025). 0: times sqrt(max(1, outputs / inputs))
     instead (Jordan et al. 2024)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of all parameters but norms and biases."""
+    """Decoupled weight decay of all parameters except norms and biases."""
     clip_norm: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Global norm that gradients are clipped to. 0: no clipping."""
     mup_base: int | None = None
     """Width d_model at which lr was tuned: it is then carried over to this model's by mu-P (Yang et al. 2022), for adamw and
     lion. The two models have the same head_dim, and heads and d_ff in proportion to d_model; a head_dim that grows too needs
@@ -99,7 +99,7 @@ class OptimConfig(Strict):
             if unused and getattr(self, field.name) != field.default:
                 users = ", ".join(name for name, uses in USES.items() if field.name in uses)
                 value = f"optim.{field.name}={getattr(self, field.name)}"
-                raise ValueError(f"{value} has no effect with optim.name={self.name!r}; it is a field of {users}")
+                raise ValueError(f"{value} has no effect with optim.name={self.name!r}; it is used by {users}")
 
 
 def _cosine(cfg, step, steps):

@@ -61,10 +61,10 @@ def keep_until(path: Path, step: int) -> None:
     if broken:
         aside = set_aside(path, "broken")
         numbers = ("line " if len(broken) == 1 else "lines ") + ", ".join(map(str, broken))
-        log.warning("%s of %s cannot be read; the whole file is kept as %s", numbers, path, aside.name)
+        log.warning("%s of %s cannot be read; the original file is kept as %s", numbers, path, aside.name)
     if step == 0 and not broken and any(record.get("kind") == "validation" for _, record in lines if record is not None):
         aside = set_aside(path, "before")
-        log.warning("training begins at step 0, as there is no checkpoint; the records of before are kept as %s", aside.name)
+        log.warning("training begins at step 0, as there is no checkpoint; the earlier records are kept as %s", aside.name)
     if kept != content:
         disk_cache.write(path, kept)
 

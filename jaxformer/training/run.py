@@ -16,7 +16,7 @@ from jaxformer.config import spec as specs
 from jaxformer.config.components import imported, required
 from jaxformer.config.strict import from_dict, import_paths, to_dict
 from jaxformer.nn import model
-from jaxformer.parallel import ending
+from jaxformer.parallel import exit_codes
 from jaxformer.training import objective as objectives
 from jaxformer.training import shipped
 from jaxformer.training import update as updates
@@ -32,13 +32,6 @@ FITTED = ("model.vocab_size", "model.start_token")
 """Fields that ``fit_tokenizer`` sets."""
 
 
-EXITS = (
-    f"Exit codes: {ending.FINISHED}, all steps are done; {ending.FAILED}, refused or failed, and standard error says why; 2, "
-    f"the command line could not be read; {ending.STOPPED}, stopped by Ctrl-C, SIGTERM, SIGHUP or a closed output, and saved: "
-    f"the same command goes on; {ending.INTERRUPTED}, stopped at once by a second Ctrl-C, or by one before the first step."
-)
-
-
 def parse(arguments: list[str], default: Path) -> Command:
     """``[CONFIG.py] [--field value ...] [--check]`` as a command; ``--help`` explains every field."""
     path = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else default
@@ -46,12 +39,12 @@ def parse(arguments: list[str], default: Path) -> Command:
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=str(Path("runs") / path.stem))
     rest = arguments[1:] if path is not default else arguments
-    about, program = f"{path.name}: {description}\n\n{EXITS}", "train.py [CONFIG.py]"
+    about, program = f"{path.name}: {description}\n\n{exit_codes.OF_TRAINING}", "train.py [CONFIG.py]"
     try:
         command = tyro.cli(Command, default=Command(config), args=rest, description=about, prog=program)
     except ValueError as error:  # fields of different records that contradict each other; tyro shows all other errors itself
         sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from error
+        raise SystemExit(exit_codes.USAGE) from error
     asked = command.config
     if asked.init.folder is not None:
         old, new = _fields(config.model), _fields(asked.model)
@@ -59,7 +52,7 @@ def parse(arguments: list[str], default: Path) -> Command:
         decided = [name for name in changed if not name.startswith("execution.") and name != "param_dtype"]
         if decided:
             flags = ", ".join(f"--model.{name.replace('_', '-')}" for name in decided)
-            raise ValueError(f"{flags} would have no effect with --init.from: the model that is trained further decides")
+            raise ValueError(f"{flags} would have no effect with --init.from, whose model decides the architecture")
     return command
 
 
@@ -97,9 +90,9 @@ def open_run(config: Config, trust: bool = False) -> tuple[Path, Any, list[str]]
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; choose another --run-dir")
     if directory.is_dir() and not (directory / "config.json").exists() and not is_unbegun(directory):
-        raise ValueError(f"{directory} exists and is not a run: it has no config.json; choose another --run-dir")
+        raise ValueError(f"{directory} exists but is not a run, as it has no config.json; choose another --run-dir")
     if (directory / "metrics.jsonl").is_dir():
-        raise ValueError(f"{directory / 'metrics.jsonl'} is a folder, where the records of the run belong")
+        raise ValueError(f"{directory / 'metrics.jsonl'} is a folder; a run needs a file of that name for its metrics")
     if os.path.islink(directory / CHECKPOINTS) and not os.path.exists(directory / CHECKPOINTS):
         raise ValueError(f"{directory / CHECKPOINTS} is a link to a folder that cannot be reached; is its disk mounted?")
     before = read_former(config, trust)
@@ -191,7 +184,7 @@ def load(
     config = read_run(directory, trust)
     cfg, keeps = config.model, config.optim.ema > 0
     if ema and not keeps:
-        raise ValueError(f"{directory} keeps no running mean of its parameters (optim.ema=0)")
+        raise ValueError(f"{directory} has no running mean of its parameters (optim.ema=0); leave out ema=True")
     like = specs.abstract(model.spec(cfg), cfg)
     if shardings is not None:
         like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), like, shardings)
@@ -244,4 +237,4 @@ def _refuse_architecture(before: ModelConfig, now: ModelConfig, changed, old, ne
 
 
 def _another(directory: Path) -> str:
-    return f"{directory} holds a run of another architecture; choose another --run-dir, or go back:"
+    return f"{directory} holds a run of another architecture; choose another --run-dir, or undo these changes:"

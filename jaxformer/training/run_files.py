@@ -39,7 +39,7 @@ def verify_config(directory: Path) -> None:
     values, sums = _stored(directory)
     if sums and sums.get("config") != _checksum(values):
         raise ValueError(
-            f"{directory / 'config.json'} has changed since it was written: it is damaged, or was edited. {_EDITED}"
+            f"{directory / 'config.json'} has changed since it was written; it is damaged or has been edited. {_EDITED}"
         )
 
 
@@ -48,7 +48,7 @@ def read_tokenizer(directory: Path) -> Any:
     tok = tokenizer.load(directory)
     known = plain(directory)[1].get("tokenizer", tok.content_hash)
     if known != tok.content_hash:
-        raise ValueError(f"the tokenizer in {directory} has changed since it was written: it is damaged, or another. {_EDITED}")
+        raise ValueError(f"the tokenizer in {directory} has changed since it was written; it is damaged or replaced. {_EDITED}")
     return tok
 
 
@@ -67,7 +67,7 @@ def _stored(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same under the names that it was written with."""
     path = directory / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"{directory} is not a run directory: it has no config.json")
+        raise FileNotFoundError(f"{directory} is not a run directory, as it has no config.json")
     with named(directory):
         values = json_files.parse(json_files.content(path))
         if not isinstance(values, dict):

@@ -41,7 +41,7 @@ def profiled(train: TrainConfig, report: Report) -> Iterator[Callable[[int], Non
         if is_tracing:
             is_tracing = False
             jax.profiler.stop_trace()
-            report.console.print(f"trace in {target}: look at it with xprof {target}", soft_wrap=True)
+            report.console.print(f"the trace is in {target}; view it with xprof {target}", soft_wrap=True)
 
     def before(step: int) -> None:
         nonlocal is_tracing

@@ -83,7 +83,7 @@ def mismatch(items: dict[str, Any], expected: dict[str, Any]) -> str:
     for name, item in known.items() if expected else ():
         for path, summary in item.items():
             if summary.digest != expected[name].get(path):
-                return f"{path} is not what was saved (digest {summary.digest}, saved as {expected[name].get(path)})"
+                return f"{path} differs from what was saved (digest {summary.digest}, saved as {expected[name].get(path)})"
     return nonfinite(known)
 
 
@@ -93,7 +93,7 @@ def check_loss(metrics: dict[str, float], path: Path) -> None:
     if isinstance(loss, bool) or not math.isfinite(loss):
         raise ValueError(f"it is {loss}")
     if (file := path / DIGESTS / "metadata").exists() and json.loads(file.read_text(encoding="utf-8"))["metrics"] != metrics:
-        raise ValueError("it is not what was saved")
+        raise ValueError("it differs from what was saved")
 
 
 def _read_digests(path: Path) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def _read_digests(path: Path) -> dict[str, Any]:
     if not file.exists():
         contents = path / "_CHECKPOINT_METADATA"
         if file.parent.exists() or (contents.exists() and DIGESTS in contents.read_text(encoding="utf-8", errors="replace")):
-            raise OSError("its digests are lost")
-        log.warning("%s was written by an earlier version, without digests: its numbers cannot be verified", path)
+            raise OSError("its digests are missing")
+        log.warning("%s was written by an earlier version, without digests, so its numbers cannot be verified", path)
         return {}
     saved = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(saved, dict) or not all(isinstance(saved.get(name), dict) for name in ITEMS):
@@ -119,7 +119,7 @@ def _refuse_another(path: Path, like: dict[str, Any], saved: dict[str, Any], par
         if partial:
             actual = {path: text for path, text in actual.items() if path in expected}
         if lines := diff(expected, actual):
-            raise AnotherTree(f"checkpoint {path} holds other {name} than this run's:\n" + "\n".join(lines))
+            raise AnotherTree(f"checkpoint {path} does not fit this run; its {name} differ:\n" + "\n".join(lines))
 
 
 def _alone() -> Any:

@@ -42,10 +42,10 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, rng: jax.Ar
     """
     leaves = jax.tree.leaves(params)
     if not leaves:
-        raise ValueError(f"params hold no arrays: they are {type(params).__name__}, where jf.init gives a nested dict")
+        raise ValueError(f"params must be a nested dict of arrays, as jf.init returns, not {type(params).__name__}")
     opt_state = optimizer.init(params)
     if any(map(_is_low, leaves)) and not keeps_master(opt_state):
-        log.warning("parameters below float32 lose small updates: give training.with_master(optimizer)")
+        log.warning("parameters of less than float32 precision lose small updates; use training.with_master(optimizer)")
     return TrainState(jnp.zeros((), jnp.int32), params, opt_state, rng)
 
 
@@ -128,7 +128,7 @@ def _accumulate(gradient, params, batch, rng, microbatches):
     if microbatches == 1:
         return gradient(params, batch, rng)
     if rows % microbatches:
-        raise ValueError(f"a batch of {rows} rows does not divide into {microbatches} microbatches")
+        raise ValueError(f"a batch of {rows} rows cannot be split into {microbatches} equal microbatches")
     # Every microbatch takes every n-th row, so that each device has its share of each.
     parts = jax.tree.map(lambda x: x.reshape(rows // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 

@@ -91,7 +91,7 @@ def test_a_turn_ends_where_generation_config_says(model, capsys):
 def test_wrong_chats_are_refused(model, decoder_without_template, capfd):
     with pytest.raises(SystemExit):
         sample.main([str(model[0]), "--chat", "--interactive", "--n", "2"])
-    assert "a conversation goes on from one answer" in capfd.readouterr().err
+    assert "a conversation continues from one answer" in capfd.readouterr().err
     with pytest.raises(ValueError, match="no chat template"):
         sample.main([str(decoder_without_template), "hi", "--chat"])
 

@@ -63,7 +63,7 @@ def test_widths_that_a_preset_derived_follow_the_command_line():
     [
         (["--model.d-modle", "64"], "--model.d-model"),
         (["--optim.learning", "64"], "--optim"),
-        (["--model.n-heads", "7"], "d_model=128 does not divide by n_heads=7"),
+        (["--model.n-heads", "7"], "d_model=128 is not divisible by n_heads=7"),
         (["--model.mlp", "swigl"], "did you mean 'swiglu'"),
         (["--optim.lr", "-1"], "optim.lr=-1.0 must be above 0"),
         (["--train.steps", "many"], "--train.steps"),

@@ -17,7 +17,7 @@ import pytest
 import jaxformer as jf
 from jaxformer.cli import train
 from jaxformer.cli.launch import open_output
-from jaxformer.parallel import ending
+from jaxformer.parallel import ending, exit_codes
 from jaxformer.training import directory as directories
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
@@ -61,7 +61,7 @@ def test_a_signal_asks_to_stop_and_what_was_there_is_restored(name, capfd):
         signal.raise_signal(number)
         assert stop()
     assert signal.getsignal(number) is before
-    assert ("Ctrl-C again stops at once" in capfd.readouterr().err) == (name == "SIGINT")
+    assert ("Press Ctrl-C again to stop at once" in capfd.readouterr().err) == (name == "SIGINT")
 
 
 def test_a_second_ctrl_c_stops_at_once_and_no_other_signal_counts_as_one():
@@ -91,10 +91,10 @@ def test_a_run_that_is_stopped_saves_and_goes_on(text, tmp_path, monkeypatch, ca
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(train.Report, "train", ask)
-    assert train.main(config(tmp_path / "run", text)) == ending.STOPPED
+    assert train.main(config(tmp_path / "run", text)) == exit_codes.STOPPED
     assert f"Stopped after step 1, saved in {tmp_path / 'run'}. The same command resumes" in capsys.readouterr().out
     monkeypatch.undo()
-    assert train.main(config(tmp_path / "run", text)) == ending.FINISHED
+    assert train.main(config(tmp_path / "run", text)) == exit_codes.FINISHED
     assert "resuming from step 1" in capsys.readouterr().out
     assert directories.saved_steps(tmp_path / "run") == [1, 2]
 
@@ -102,9 +102,9 @@ def test_a_run_that_is_stopped_saves_and_goes_on(text, tmp_path, monkeypatch, ca
 def test_the_help_has_the_exit_codes(capsys):
     with pytest.raises(SystemExit):
         run.parse(["--help"], ROOT / "configs" / "dates.py")
-    codes = (ending.FINISHED, ending.FAILED, ending.STOPPED, ending.INTERRUPTED)
-    for described in (capsys.readouterr().out.replace("│", " "), train.__doc__):
-        assert all(f"{code}, " in " ".join(described.split()).split("Exit codes: ")[1] for code in codes)
+    codes = (exit_codes.FINISHED, exit_codes.FAILED, exit_codes.USAGE, exit_codes.STOPPED, exit_codes.INTERRUPTED)
+    described = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("Exit codes: ")[1]
+    assert all(f"{code}, " in described for code in codes)
 
 
 # Directories
@@ -118,7 +118,7 @@ def test_nothing_is_written_before_the_first_update_has_been_traced(text, tmp_pa
 
 def test_a_finished_run_is_shown_again_where_nothing_can_be_written(text, tmp_path, monkeypatch, capsys, quick_compilation):
     directory, opened = tmp_path / "run", os.open
-    assert train.main(config(directory, text)) == ending.FINISHED
+    assert train.main(config(directory, text)) == exit_codes.FINISHED
     (loss,) = [row for row in capsys.readouterr().out.splitlines() if "│ loss" in row]
 
     def refuse(path, flags, *rest, **options):
@@ -128,9 +128,9 @@ def test_a_finished_run_is_shown_again_where_nothing_can_be_written(text, tmp_pa
 
     before = everything(directory)
     monkeypatch.setattr(os, "open", refuse)
-    assert train.main(config(directory, text)) == ending.FINISHED
+    assert train.main(config(directory, text)) == exit_codes.FINISHED
     assert loss in capsys.readouterr().out.splitlines()
-    with pytest.raises(OSError, match="could not go on: .*Read-only file system; the last saved step is 2, from which"):
+    with pytest.raises(OSError, match="could not continue: .*Read-only file system; the last saved step is 2, from which"):
         train.main(config(directory, text, steps=4))
     assert everything(directory) == before
 
@@ -162,11 +162,11 @@ def test_texts_are_shown_as_they_are(given, text, tmp_path, capsys):
     logging.getLogger("jaxformer.test").warning("skipping %s", given)
     lines = capsys.readouterr().out.splitlines()
     shown = [line for line in lines if given in line]
-    assert [line for line in lines if line.startswith(("resuming", "differs"))] == [
+    assert [line for line in lines if line.startswith(("resuming", "changed"))] == [
         f"resuming from step 2 in r/{given}",
-        f"differs from how the run began: train.prompt: one -> {given}",
+        f"changed since the run began: train.prompt: one -> {given}",
     ]
-    # data, resuming, differs, score, curves, records, load it, validation, title, sample, log
+    # data, resuming, changed, score, curves, records, load it, validation, title, sample, log
     assert len(shown) >= 10 + (given in repr(given)), lines
     assert any(line.startswith(f"step 1  validation {given} 1.0000") for line in lines)
 
@@ -296,13 +296,13 @@ def runs(tmp_path_factory, text):
 
 @pytest.mark.parametrize("actions", ["SIGTERM SIGTERM", "SIGHUP SIGTERM SIGINT"])
 def test_a_process_that_is_asked_to_stop_saves_and_goes_on_to_the_same_bits(actions, runs):
-    out, _ = runs.ended(runs.start(actions, 3, actions), ending.STOPPED)
+    out, _ = runs.ended(runs.start(actions, 3, actions), exit_codes.STOPPED)
     assert "Stopped after step 3, saved in" in out
     runs.assert_goes_on_to_the_same_end(actions)
 
 
 def test_two_ctrl_c_end_a_process_at_once(runs):
-    runs.ended(runs.start("twice", 3, "SIGINT SIGINT"), ending.INTERRUPTED)
+    runs.ended(runs.start("twice", 3, "SIGINT SIGINT"), exit_codes.INTERRUPTED)
     runs.assert_goes_on_to_the_same_end("twice")
 
 
@@ -311,7 +311,7 @@ def test_a_pipe_that_is_closed_stops_and_saves(runs):
     assert "parameters; devices" in process.stdout.readline()
     process.stdout.close()
     process.stdout = None
-    _, errors = runs.ended(process, ending.STOPPED)
+    _, errors = runs.ended(process, exit_codes.STOPPED)
     assert errors == "waits\n" and directories.saved_steps(runs.folder / "pipe") in ([1], [2])
     runs.assert_goes_on_to_the_same_end("pipe")
 
@@ -328,16 +328,16 @@ def test_files_that_may_not_grow_fail_in_one_line_and_the_same_command_goes_on(a
     """Stands in for a full disk: the kernel refuses every byte after ``size`` of a file, to whoever writes."""
     name = f"full {at} {size}"
     process = runs.start(name, at, f"limit {size}", env={"JAX_ENABLE_COMPILATION_CACHE": "0"})
-    _, errors = runs.ended(process, ending.FAILED)
+    _, errors = runs.ended(process, exit_codes.FAILED)
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert errors.splitlines()[-1] == line and "File too large" in line and f"{safe} the same command continues" in line
+    assert errors.splitlines()[-1] == line and "File too large" in line and f"{safe} the same command resumes" in line
     runs.assert_goes_on_to_the_same_end(name)
 
 
 def test_a_second_process_is_refused_by_name_and_readers_are_not(runs):
     first = runs.start("used", 3, "wait")
     assert first.stderr.readline() == "waits\n"
-    _, errors = runs.ended(runs.start("used"), ending.FAILED)
+    _, errors = runs.ended(runs.start("used"), exit_codes.FAILED)
     assert errors.startswith("error: ") and f"used is in use by process {first.pid} on " in errors
     assert jf.load(runs.folder / "used")
     runs.ended(first)

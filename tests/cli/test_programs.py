@@ -94,7 +94,7 @@ def test_help_documents_the_exit_status(capsys):
     for program in (mup.main, command.explain_command, command.plan_command):
         with pytest.raises(SystemExit):
             program(["--help"])
-        assert "Exit status: 0 done" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert "Exit codes: 0, done" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 # Files that a program writes
@@ -113,7 +113,7 @@ def config(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (".", ". is a folder; give the name of a file"),
+        (".", ". is a folder; give the path of a file"),
         ("file/x.png", "file/x.png cannot be written: file is not a folder"),
         ("nowhere/x.png", "nowhere/x.png cannot be written: nowhere is not a folder"),
         ("x" * 300 + ".png", "File name too long"),
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_work(config, target, me
 
 def test_a_drawing_of_no_known_format_is_refused_before_work(config, monkeypatch):
     monkeypatch.setattr(mup, "measure", lambda *_: pytest.fail("work was begun"))
-    assert "must end with a format of drawings: " in ended(lambda: mup.main([config, "--out", "x.xyz"]))
+    assert "must end with the suffix of a plot format: " in ended(lambda: mup.main([config, "--out", "x.xyz"]))
 
 
 def test_home_is_expanded(config, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.parallel.ending import STOPPED
+from jaxformer.parallel.exit_codes import STOPPED
 from jaxformer.training import run
 from jaxformer.training.checkpoints import Checkpoints
 from jaxformer.training.records import TIMINGS
@@ -221,7 +221,7 @@ def test_jit_and_pmap_train_on_the_same_data(trainer):
 
 
 def differences(out: str) -> list[str]:
-    return re.findall(r"differs from how the run began: (.*)", out)
+    return re.findall(r"changed since the run began: (.*)", out)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -135,7 +135,7 @@ def test_a_file_of_prompts_gives_json_lines_and_is_gone_on_with(which, request, 
     whole = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
     out.write_text("".join(whole[:3]) + whole[3][:9], encoding="utf-8")
     sample.main([str(argument) for argument in (*arguments, "--out", out)])
-    assert "3 of 5 prompts are in" in capsys.readouterr().err
+    assert "3 of 5 prompts are already in" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == "".join(whole)
 
 
@@ -167,7 +167,7 @@ def test_outputs_of_other_prompts_are_not_overwritten(decoder, tmp_path):
     with pytest.raises(ValueError, match="other options"):
         sample.main([str(decoder[0]), "--file", str(file), "--out", str(out), "--max-new-tokens", "4"])
     out.write_text('{"prompt": "something else"}\n')
-    with pytest.raises(ValueError, match="line 1, is not of the prompts"):
+    with pytest.raises(ValueError, match="line 1, does not belong to the prompts of --file"):
         sample.main([str(decoder[0]), "--file", str(file), "--out", str(out)])
     assert out.read_text() == '{"prompt": "something else"}\n'
 
@@ -227,9 +227,9 @@ def test_files_that_cannot_be_read_or_written_are_said_before_the_model_is_loade
     monkeypatch.setenv("HOME", str(tmp_path))
     Path("prompts.txt").write_text("one\n")
     for flags, message in (
-        (["--file", "nothing"], "error: no file nothing"),
+        (["--file", "nothing"], "error: there is no file nothing"),
         (["--file", "."], "error: . is a folder; --file takes a file"),
-        (["--file", "~/prompts.txt", "--out", "."], "error: . is a folder; give the name of a file"),
+        (["--file", "~/prompts.txt", "--out", "."], "error: . is a folder; give the path of a file"),
         (["--file", "prompts.txt", "--out", "prompts.txt/x"], "prompts.txt/x cannot be written: prompts.txt is not a folder"),
         (["--file", "prompts.txt", "--out", "x" * 300], "File name too long"),
         (["--file", "~/prompts.txt", "--out", "~/out.jsonl"], "error: no/model/here is not a folder"),
@@ -275,7 +275,7 @@ def test_text_that_looks_like_markup_and_an_ascii_console(tmp_path, monkeypatch,
     again = [str(argument) for argument in (*options, "--file", tmp_path / "[red]q.txt", "--out", tmp_path / "[red]o.jsonl")]
     sample.main(again)
     sample.main(again)
-    assert "1 of 1 prompts are in " + str(tmp_path / "[red]o.jsonl") in capsys.readouterr().err
+    assert "1 of 1 prompts are already in " + str(tmp_path / "[red]o.jsonl") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*?", "two words", "ünï😀", "~"])
@@ -309,9 +309,9 @@ def test_a_line_that_cannot_be_encoded_is_named_before_work(decoder, tmp_path, c
     [
         (["--temprature", "1"], "--temperature"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
-        (["--interactive"], "give one of"),
+        (["--interactive"], "give only one of"),
         (["--n", "0"], "n=0 must be at least 1"),
-        (["--out", "x"], "--out goes with --file"),
+        (["--out", "x"], "--out has no effect without --file"),
     ],
 )
 def test_wrong_arguments_exit_and_say_why(decoder, arguments, message, capfd):

@@ -42,7 +42,7 @@ UNSUITABLE = [
     ({"has_head": False}, {}, "model.has_head=False"),
     ({"pooler": True}, {}, "model.pooler=True"),
     ({"encoder_layers": 1}, {}, "has no source for an encoder"),
-    ({}, PAIRS, "data.task='pairs' has sources, which only an encoder reads"),
+    ({}, PAIRS, "data.task='pairs' has source sequences, which only an encoder reads"),
     ({"encoder_layers": 1, "causal": False}, PAIRS, "model.causal=False"),
 ]
 
@@ -140,7 +140,7 @@ def test_the_positions_of_rows_are_those_that_batches_have(lengths, separate, tm
     ],
 )
 def test_sizes_that_cannot_be_are_refused(model, data, message, tmp_path):
-    with pytest.raises(ValueError, match="this run cannot fit: .*" + message):
+    with pytest.raises(ValueError, match="this run cannot fit into memory: .*" + message):
         main(config(tmp_path, model, data))
     assert not (tmp_path / "run").exists()
 

@@ -301,7 +301,9 @@ def test_a_state_does_not_grow_with_the_context():
 
 def test_a_recurrence_cannot_go_back():
     cfg = config("recurrence")
-    with pytest.raises(ValueError, match="attention=MovingAverage.* keeps a state of a recurrence: .* cannot be taken back"):
+    with pytest.raises(
+        ValueError, match="attention=MovingAverage.* keeps a recurrent state, from which tokens cannot be removed"
+    ):
         jf.init_cache(cfg, 1, 8, ahead=1)
     params, ids = tiny.drawn(cfg), tiny.tokens(cfg, 1, 4)
     _, cache = tiny.forward_cached(params, ids, cfg, jf.init_cache(cfg, 1, 8))
@@ -325,7 +327,7 @@ def test_rows_take_their_state_along():
 )
 def test_a_cache_of_other_layers_is_refused(mine, other):
     cfg, other = config(mine), other if isinstance(other, jf.ModelConfig) else config(other)
-    with pytest.raises(ValueError, match="the cache was made for another config: in layer [01]"):
+    with pytest.raises(ValueError, match="the cache was made for a different config: layer [01]"):
         jf.forward_cached(tiny.drawn(cfg), tiny.tokens(cfg, 1, 2), cfg, jf.init_cache(other, 1, 8))
 
 
@@ -365,7 +367,7 @@ class WrongCache(MovingAverage):
 @pytest.mark.parametrize(("entry", "shape"), [("avreage", (1, 2, 8)), ("average", (1, 2, 7)), ("average", (2, 2, 8))])
 def test_a_state_that_was_not_declared_is_refused(entry, shape):
     cfg = dataclasses.replace(BASE, attention=WrongState(0.5, entry, shape))
-    with pytest.raises(ValueError, match=rf"'{entry}' of shape \(.*\) is no state of this layer's cache, .*\(1, 2, 8\)"):
+    with pytest.raises(ValueError, match=rf"'{entry}' of shape \(.*\) does not belong to this layer's cache, .*\(1, 2, 8\)"):
         jf.forward_cached(tiny.drawn(cfg), [[5]], cfg, jf.init_cache(cfg, 1, 8))
     with pytest.raises(ValueError, match="its cache entry 'average' is 'KBH'; B must come first"):
         jf.init_cache(dataclasses.replace(BASE, attention=WrongCache(0.5)), 1, 8)
@@ -411,16 +413,16 @@ def test_layers_are_scalar_configs():
 
 
 WRONG = [
-    ({"attention": ("grouped",) * 3}, "attention has 3 entries for n_layers=4"),
-    ({"mlp": ("swiglu",) * 5}, "mlp has 5 entries for n_layers=4"),
-    ({"mlp": ()}, "mlp has 0 entries for n_layers=4"),
-    ({"position": ("rope",)}, "position has 1 entries for n_layers=4"),
-    ({"residual": ("pre", "post")}, "residual has 2 entries for n_layers=4"),
-    ({"window": (4,) * 3}, "window has 3 entries for n_layers=4"),
+    ({"attention": ("grouped",) * 3}, "attention has 3 entries, but n_layers=4"),
+    ({"mlp": ("swiglu",) * 5}, "mlp has 5 entries, but n_layers=4"),
+    ({"mlp": ()}, "mlp has 0 entries, but n_layers=4"),
+    ({"position": ("rope",)}, "position has 1 entries, but n_layers=4"),
+    ({"residual": ("pre", "post")}, "residual has 2 entries, but n_layers=4"),
+    ({"window": (4,) * 3}, "window has 3 entries, but n_layers=4"),
     ({"mlp": ("swiglu", "swigl", "swiglu", "swiglu")}, "unknown mlp 'swigl'; did you mean 'swiglu'"),
     ({"residual": ("pre", "prenorm", "pre", "pre")}, "unknown residual 'prenorm'; did you mean 'pre'"),
     ({"mlp": ("swiglu", object(), "swiglu", "swiglu")}, "mlp=.* a component needs both spec"),
-    ({"norm": ("rms",) * 4}, "norm=.* cannot be chosen by layer, as attention, mlp, position, residual, window can"),
+    ({"norm": ("rms",) * 4}, "norm=.* cannot be chosen by layer; only attention, mlp, position, residual, window can"),
     ({"attention": ("grouped", "latent") * 2}, "layer 1: attention='latent' needs latent.rank"),
     ({"position": ("none", "sinusoidal", "none", "none"), "d_model": 33, "head_dim": 8}, "layer 1: d_model=33 is odd"),
     ({"position": ("none", "rope", "none", "none"), "head_dim": 7}, "layer 1: head_dim=7 is odd"),
@@ -428,10 +430,10 @@ WRONG = [
         {"mlp": ("swiglu", "gelu") * 2, "experts": jf.Experts(n_experts=4, d_ff=8, layers=(0, 1))},
         "layer 1: experts are gated: mlp='gelu'",
     ),
-    ({"encoder_layers": 1, "attention": ("grouped",) * 4}, "attention by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "mlp": ("swiglu",) * 4}, "mlp by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "position": ("rope",) * 4}, "position by layer is not for encoder–decoders"),
-    ({"encoder_layers": 1, "residual": ("pre",) * 4}, "residual by layer is not for encoder–decoders"),
+    ({"encoder_layers": 1, "attention": ("grouped",) * 4}, "attention cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "mlp": ("swiglu",) * 4}, "mlp cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "position": ("rope",) * 4}, "position cannot be chosen by layer in an encoder–decoder"),
+    ({"encoder_layers": 1, "residual": ("pre",) * 4}, "residual cannot be chosen by layer in an encoder–decoder"),
 ]
 
 
@@ -446,9 +448,9 @@ def test_what_fits_no_layers_is_refused(fields, message):
     [
         (
             ("learned", "none", "none", "none"),
-            "position='learned' acts on the input of all layers, and cannot be chosen by layer",
+            "position='learned' acts on the input of the first layer, and cannot be chosen by layer",
         ),
-        (("none", "sinusoidal", "none", "none"), "position='sinusoidal' acts on the input of all layers"),
+        (("none", "sinusoidal", "none", "none"), "position='sinusoidal' acts on the input of the first layer"),
         (("relative", "example_components:TableBias") * 2, "position by layer may name one component with parameters"),
     ],
 )

@@ -129,8 +129,8 @@ PUBLISHED = [
     ("qwen3_moe", {"mlp_only_layers": [[0]]}, "wrong kind: unhashable"),
     ("gemma3_text", {"sliding_window_pattern": 0.0, "_sliding_window_pattern": None, "sliding_window": [1]}, "wrong kind"),
     ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}, "sliding_attention": 3}}, "wrong kind"),
-    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the file has"),
-    ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "num_experts=1000000000, but the file has"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the folder has only"),
+    ("qwen3_moe", {"num_experts": 10**9, "num_local_experts": None}, "num_experts=1000000000, but the folder has only"),
     ("llama", {"hidden_size": 2**63}, "d_model=9223372036854775808 must be an integer of at most 64 bits"),
     ("llama", {"rms_norm_eps": 1e300}, "norm_eps=1e.300 must be between"),
     ("t5_v11", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
@@ -148,14 +148,14 @@ def test_a_table_of_sines_is_not_computed_before_its_shape_is_known(tmp_path):
     config, tensors, _ = weights.load("marian")
     table = {"model.encoder.embed_positions.weight": np.zeros((8, config["d_model"]), np.float32)}
     published.folder(tmp_path, "marian", config | {"max_position_embeddings": 10**9}, tensors | table)
-    with pytest.raises(ValueError, match=r"embed_positions\.weight is another table than the one that is computed"):
+    with pytest.raises(ValueError, match=r"embed_positions\.weight differs from the table that the model computes"):
         prepare(tmp_path)
 
 
 def test_a_list_of_layers_is_not_made_before_its_length_is_known():
     config = {"model_type": "gpt_neo", "vocab_size": 8, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
     config |= {"max_position_embeddings": 8, "attention_types": [[["global"], 10**12]]}
-    with pytest.raises(ValueError, match="are not of num_layers=2"):
+    with pytest.raises(ValueError, match="do not fit num_layers=2"):
         read_config(config, ())
 
 

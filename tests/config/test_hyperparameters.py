@@ -132,11 +132,11 @@ WRONG = [
     (f"{PATH}(width=four)", "write hyperparameters as keywords"),
     (f"{PATH}(width=4)(width=5)", "write hyperparameters as keywords"),
     ("example_components:NarowMlp(width=4)", "has no 'NarowMlp'; did you mean 'NarrowMlp'"),
-    ("example_components:squared_relu(width=4)", "is no dataclass, and takes no hyperparameters"),
-    ("example_components:SquaredRelu(width=4)", "is no dataclass, and takes no hyperparameters"),
+    ("example_components:squared_relu(width=4)", "is not a dataclass, so it takes no hyperparameters"),
+    ("example_components:SquaredRelu(width=4)", "is not a dataclass, so it takes no hyperparameters"),
     ("swiglu(width=4)", "'swiglu.*did you mean 'swiglu'"),
-    (Thawed(), "is not hashable: declare it @dataclass.frozen=True."),
-    (Listed(), "is not hashable: declare it .*with tuples for lists"),
+    (Thawed(), "is not hashable; declare it @dataclass.frozen=True."),
+    (Listed(), "is not hashable; declare it .*use tuples in place of lists"),
     (example.MovingAverage, "has hyperparameters without a default: .*'decay'"),
     ("example_components:MovingAverage", "has hyperparameters without a default: .*'decay'"),
     ("example_components:MovingAverage()", "has hyperparameters without a default: .*'decay'"),
@@ -155,8 +155,8 @@ def test_wrong_hyperparameters_are_refused(value, message):
         ({"component": PATH, "widht": 4}, "has no hyperparameter 'widht'; did you mean 'width'"),
         ({"component": "example_components:NarowMlp"}, "did you mean 'NarrowMlp'"),
         ({"component": "example_components:SquaredRelu", "width": 4}, "takes no hyperparameters"),
-        ({"width": 4}, "names no component"),
-        ({"component": None}, "names no component"),
+        ({"width": 4}, "does not name a component"),
+        ({"component": None}, "does not name a component"),
         ({"component": "example_components:MovingAverage"}, "without a default: .*'decay'"),
     ],
 )
@@ -214,15 +214,15 @@ class Lettered(example.NarrowMlp):
 
 
 LETTERS = [
-    ((("D", 4),), "mlp declares the letter 'D', which the dimension key has already"),
-    ((("O", 4),), "mlp declares the letter 'O', which the dimension key has"),
-    ((("u", 4),), "mlp declares 'u': a dimension is one letter from A to Z"),
-    ((("UU", 4),), "mlp declares 'UU': a dimension is one letter"),
-    ((("Ü", 4),), "mlp declares 'Ü': a dimension is one letter"),
-    (((3, 4),), "mlp declares 3: a dimension is one letter"),
-    ((("U", 0),), "mlp declares 'U' of size 0: it must be an integer of at least 1"),
-    ((("U", 2.0),), "mlp declares 'U' of size 2.0: it must be an integer"),
-    ((("U", True),), "mlp declares 'U' of size True: it must be an integer"),
+    ((("D", 4),), "mlp declares 'D', a letter of the dimension key; choose one that is free"),
+    ((("O", 4),), "mlp declares 'O', a letter of the dimension key"),
+    ((("u", 4),), "mlp declares the dimension 'u'; it must be one letter from A to Z"),
+    ((("UU", 4),), "mlp declares the dimension 'UU'; it must be one letter"),
+    ((("Ü", 4),), "mlp declares the dimension 'Ü'; it must be one letter"),
+    (((3, 4),), "mlp declares the dimension 3; it must be one letter"),
+    ((("U", 0),), "mlp declares 'U' with size 0, which must be an integer of at least 1"),
+    ((("U", 2.0),), "mlp declares 'U' with size 2.0, which must be an integer"),
+    ((("U", True),), "mlp declares 'U' with size True, which must be an integer"),
 ]
 
 
@@ -245,12 +245,12 @@ class WideAverage(example.MovingAverage):
 
 def test_two_components_may_share_a_letter_of_one_size_alone():
     assert swapped(mlp=example.NarrowMlp(3), attention=WideAverage(0.5, 3)).component_sizes == {"U": 3}
-    with pytest.raises(ValueError, match="mlp declares 'U' of size 4, attention of size 3: give one another letter"):
+    with pytest.raises(ValueError, match="mlp declares 'U' with size 4, but attention with size 3; rename one of them"):
         swapped(mlp=example.NarrowMlp(4), attention=WideAverage(0.5, 3))
 
 
 def test_a_letter_that_nobody_declares_is_refused():
-    with pytest.raises(ValueError, match=r"weight\('D', 'U'\): no size for 'U'"):
+    with pytest.raises(ValueError, match=r"weight\('D', 'U'\): the size of dimension 'U' is not known"):
         jf.init(swapped(mlp=Lettered()), jax.random.key(0))
 
 
@@ -321,7 +321,8 @@ class Bare:
 
 
 @pytest.mark.parametrize(
-    ("component", "message"), [(Taken(), "cannot be called 'component'"), (Bare, r"give an instance, Bare\(\)")]
+    ("component", "message"),
+    [(Taken(), "cannot be called 'component'"), (Bare, r"its methods need an instance; give Bare\(\)")],
 )
 def test_components_that_would_not_work_are_refused(component, message):
     with pytest.raises(ValueError, match=message):

@@ -176,7 +176,7 @@ def test_sizes_of_letters():
     own = jf.Param("DF", specs.zeros, sizes=(("F", 64),))
     assert own.shape(CFG) == (32, 64)
     assert jf.Param("DF", specs.zeros).shape(CFG) == (32, 48)
-    with pytest.raises(ValueError, match=r"Param\('DX'\): no size for 'X'"):
+    with pytest.raises(ValueError, match=r"Param\('DX'\): the size of dimension 'X' is not known"):
         jf.Param("DX", specs.zeros).shape(CFG)
     stacked = specs.stack({"a": {"b": own}}, 5)["a"]["b"]
     assert stacked.dims == "LDF" and stacked.shape(CFG) == (5, 32, 64)

@@ -173,7 +173,7 @@ TRUSTING = {
 @pytest.mark.parametrize("reader", READERS)
 def test_readers_refuse_code_until_they_are_told_to_trust_it(reader, evil, tmp_path, capsys):
     config = written(tmp_path / "run", "model", "mlp", {"component": "evil:Name", "x": 3}, init="elsewhere")
-    with pytest.raises(ValueError, match="config.json cannot be read: .*model.mlp='evil:Name'.* import and run .*--trust"):
+    with pytest.raises(ValueError, match="config.json cannot be read: .*model.mlp='evil:Name'.* would run that code.*--trust"):
         READERS[reader](tmp_path / "run", tmp_path / "out", config)
     assert not evil() and not (tmp_path / "out").exists()
     if reader in TRUSTING:

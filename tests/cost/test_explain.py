@@ -271,8 +271,8 @@ LLAMA = tiny.PRESETS["llama_gqa"]
     [
         (LLAMA, (0, 8), "batch=0 must be an integer of at least 1"),
         (LLAMA, (2, 8.0), "length=8.0 must be an integer"),
-        (LLAMA, (6, 8, MeshConfig(fsdp=4)), "batch_size=6 does not divide by 4 devices; the nearest is 8"),
-        (LLAMA, (4, 7, MeshConfig(context=2)), "length=7 does not divide by 2 devices"),
+        (LLAMA, (6, 8, MeshConfig(fsdp=4)), "batch_size=6 is not divisible by 4 devices; the nearest is 8"),
+        (LLAMA, (4, 7, MeshConfig(context=2)), "length=7 is not divisible by 2 devices"),
         (LLAMA, (4, 8, "fsdp"), "mesh must be a MeshConfig or a mesh of JAX, not str"),
         (LLAMA, (4, 8, AbstractMesh((2,), ("x",))), "mesh has the axes x; it must have data, fsdp"),
         (LLAMA, (4, 8, Mesh(np.array(jax.devices()[:2]), ("rows",))), "mesh has the axes rows"),
@@ -347,7 +347,7 @@ def test_the_command_reads_config_files_and_presets():
         (["--batch", "3"], "the first argument must be a config file or a preset; presets: decoder_2017"),
         (["llama"], "no config file or preset llama; did you mean"),
         (["gpt2", "--batch", "0"], "batch=0 must be at least 1"),
-        (["gpt2", "--json", "--markdown"], "give one of --markdown, --json"),
+        (["gpt2", "--json", "--markdown"], "give either --markdown or --json"),
         (["gpt2", "--model.n-layer", "3"], "--model.n-layers"),
     ],
 )
@@ -373,4 +373,4 @@ def test_the_command_as_a_program():
     done = subprocess.run([*asked, "--mesh.expert", "1"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == str(jf.explain(PRESETS["deepseek_v3"], 1, 4096))
     wrong = subprocess.run([*asked, "--mesh.data", "2"], cwd=ROOT, capture_output=True, text=True)
-    assert wrong.returncode == 1 and wrong.stderr.startswith("error: batch_size=1 does not divide by 2 devices")
+    assert wrong.returncode == 1 and wrong.stderr.startswith("error: batch_size=1 is not divisible by 2 devices")

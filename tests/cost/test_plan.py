@@ -338,7 +338,7 @@ def test_a_plan_without_any_text_has_the_compilers_totals(monkeypatch):
     assert made.hardware_flops == made.model_flops == 2 * 64**3 and made.time.compute == 2 * 64**3 / where.chip.peak
     assert "not understood" in made.notes[0] and "the compiler's totals" in made.notes[1]
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
-    with pytest.raises(ValueError, match="nothing is known of the memory"):
+    with pytest.raises(ValueError, match="the memory that the program needs is not known"):
         compile.compiled(program, where, [SimpleNamespace(coords=(0, 0))])
 
 
@@ -543,7 +543,7 @@ def test_the_budget_ends_a_compilation_too():
         (["gpt2", "--topology", "v5e:4x4", "--mesh.fsdp", "3"], "a mesh of fsdp 3 does not fit 16 devices"),
         (["gpt2", "--topology", "v5e:4x4", "--data.batch-size", "10"], "the nearest is 16"),
         (["gpt2", "--topology", "v5e:4x4", "--data.length", "2048"], "past model.max_length=1024"),
-        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "in 3 microbatches does not divide by 16 devices"),
+        (["gpt2", "--topology", "v5e:4x4", "--train.microbatches", "3"], "in 3 microbatches is not divisible by 16 devices"),
         (["transformer_base", "--topology", "v5e:4x4", "--decode"], "causal decoders"),
         (["--topology", "v5e:4x4"], "the first argument must be a config file or a preset"),
         (["configs/none.py", "--topology", "v5e:4x4"], "no config file"),

@@ -46,14 +46,14 @@ def equal(a, b):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"task": "txt"}, "unknown task 'txt'; did you mean 'text'"),
+        ({"task": "txt"}, "unknown data.task 'txt'; did you mean 'text'"),
         ({"batchsize": 3}, "did you mean 'batch_size'"),
         ({"length": 0}, "length=0 must be at least 1"),
         ({"batch_size": 2.0}, "batch_size=2.0 must be an integer"),
         ({"seed": 2**32}, "seed=4294967296 must be at least 0 and below"),
         ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be at least 0 and below 1"),
-        ({"tokenizer": ""}, "tokenizer='' must be"),
-        ({"target_path": "x"}, "target_path has no use in task='text'"),
+        ({"tokenizer": ""}, "data.tokenizer is empty; it must be"),
+        ({"target_path": "x"}, "data.target_path has no effect with data.task='text'"),
         ({"task": "dates", "path": "x"}, "reads no path"),
     ],
 )
@@ -63,7 +63,7 @@ def test_config_errors(fields, message):
 
 
 def test_pairs_without_a_path_are_refused_when_they_are_read():
-    with pytest.raises(ValueError, match="needs path"):
+    with pytest.raises(ValueError, match="needs data.path"):
         load(DataConfig(task="pairs"))
 
 
@@ -126,8 +126,8 @@ def test_json_lines(tmp_path):
     [
         ("{", "bad.jsonl, line 2: not JSON"),
         ("[" * 100_000, "bad.jsonl, line 2: not JSON .*recursion"),
-        ('{"body": "x", "n": 1}', "line 2: needs an object with a string \"text\"; this one has 'body', 'n'"),
-        ('{"text": 3}', "line 2: needs an object"),
+        ('{"body": "x", "n": 1}', "line 2: a line must be an object with a string \"text\"; this one has 'body', 'n'"),
+        ('{"text": 3}', "line 2: a line must be an object"),
         ("[1]", "line 2: .*this one is a list"),
         ('{"text": "\\ud800"}', "line 2: .*surrogate"),
     ],
@@ -198,7 +198,7 @@ def test_padding_goes_by_length():
     assert batch["weights"].tolist() == [[1, 1, 0, 0]]
     window = packing.windows(packing.Stream(np.array([5, 6, 0], np.int32), np.array([0, 3])), np.array([0]), 4, 0, True)
     assert window["weights"].tolist() == [[1, 1, 0, 0]]
-    with pytest.raises(ValueError, match="sequence 1 has 3 tokens, more than the 2 of a row"):
+    with pytest.raises(ValueError, match="sequence 1 has 3 tokens, more than the 2 that a row holds"):
         packing.pad([[1], [1, 2, 3]], 2, 0)
 
 
@@ -284,7 +284,7 @@ def test_a_corpus_shorter_than_a_row(tmp_path):
     assert data.train[0]["tokens"].shape == data.validation[0]["tokens"].shape == (2, 10)
     assert sorted([data.train[0]["weights"].sum() / 2, data.validation[0]["weights"].sum()]) == [2, 3]
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=r"the training split has too few tokens \(1\)"):
+    with pytest.raises(ValueError, match=r"the training split has too few tokens to train on \(1\)"):
         load(DataConfig(path=path, tokenizer="byte", validation_fraction=0.5))
 
 
@@ -350,7 +350,7 @@ def test_text_needs_an_eos_and_pairs_a_bos(tmp_path):
     tok = tokenizer.Bytes()
     tok.eos_id = -1
     path = write(tmp_path, {"a.tsv": "a\tb\nc\td\n", "b.tsv": "e\tf\n"})
-    with pytest.raises(ValueError, match="no eos id to end documents with"):
+    with pytest.raises(ValueError, match="no eos id, which the end of a document needs"):
         load(DataConfig(path=path), tok)
     tok.bos_id = -1
     with pytest.raises(ValueError, match="pairs need a tokenizer with a bos id"):
@@ -385,8 +385,8 @@ def test_pairs_errors(tmp_path):
     folder = write(tmp_path, {"a.txt": "1\n2\n3\n", "b.txt": "1\n2\n", **tables})
     for fields, message in [
         ({"path": "a.txt", "target_path": "b.txt"}, "a.txt has 3 lines and .*b.txt 2"),
-        ({"path": "a.txt"}, "a.txt, line 1: 0 tabs .*target_path"),
-        ({"path": "two.tsv"}, "two.tsv, line 2: 2 tabs where source, tab, target has 1$"),
+        ({"path": "a.txt"}, "a.txt, line 1: .* it has 0 tabs; .*target_path"),
+        ({"path": "two.tsv"}, "two.tsv, line 2: a line must be source, tab, target, but it has 2 tabs$"),
         ({"path": "e.tsv"}, "holds no pairs"),
         ({"path": "twos.tsv"}, "twos.tsv does not exist; did you mean .*two.tsv"),
         ({"path": "."}, "is a folder"),
@@ -412,7 +412,9 @@ def test_pair_batches(tmp_path):
     assert batch["weights"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     assert data.train[7]["targets"].tolist() == [[120, 121, 122, E]] * 3
     too_short = DataConfig(task="pairs", **fields, tokenizer="byte", source_length=1, length=2)
-    with pytest.raises(ValueError, match="fits source_length=1 and length=2; source_length=4 and length=5 fit all"):
+    with pytest.raises(
+        ValueError, match="fits data.source_length=1 and data.length=2; source_length=4 and length=5 would fit all"
+    ):
         load(too_short)
 
 
@@ -481,7 +483,7 @@ def test_date_batches_say_the_date():
         written = {case(dates.render(date, form)) for form in dates.FORMATS for case in dates._CASES}
         assert tok.decode(source[valid]) in written
     assert (batch["weights"] == 1).all() and data.validation_bytes == 10_000
-    with pytest.raises(ValueError, match="length=10 are too short for dates .*length=11 fit all"):
+    with pytest.raises(ValueError, match="length=10 are too short for the dates .*length=11 are enough for all"):
         load(DataConfig(task="dates", tokenizer="byte", length=10))
 
 
@@ -535,7 +537,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 def test_a_cache_that_cannot_be_written_only_warns(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXFORMER_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="nothing is cached.*JAXFORMER_CACHE"):
+    with pytest.warns(UserWarning, match="cannot cache tokens.*JAXFORMER_CACHE"):
         assert stream_of("ab").tokens.tolist() == [97, 98, E]
 
 

@@ -89,7 +89,7 @@ def test_what_a_data_set_may_have_is_used():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"task": "txet"}, r"unknown task 'txet'; did you mean 'text'\? \(or give 'package.module:name'\)"),
+        ({"task": "txet"}, r"unknown data.task 'txet'; did you mean 'text'\? \(or give 'package.module:name'\)"),
         ({"task": "test_data_custom:Plane"}, "has no 'Plane'; did you mean 'Plain'"),
         ({"task": "no_such_module:x"}, "cannot import 'no_such_module'"),
         ({"task": "test_data_custom:no_function"}, "must be a function of the DataConfig, not 3"),

@@ -114,7 +114,7 @@ def test_links_are_followed_and_none_leads_nowhere(tmp_path):
 def test_a_link_to_a_folder_above_is_refused(tmp_path):
     folder_with(tmp_path, a="one")
     (tmp_path / "again").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match="again is a link to .*a folder that it lies in"):
+    with pytest.raises(ValueError, match="again is a link to .*a folder that contains the link itself"):
         files(str(tmp_path))
 
 
@@ -148,7 +148,7 @@ def test_what_is_no_file_is_refused_by_name_wherever_a_file_is_read(special, tmp
         lambda: read_text(path),
     ]
     for read in reads:
-        with pytest.raises(ValueError, match=f"special is {kind}, not a file"):
+        with pytest.raises(ValueError, match=f"special is {kind}, not a regular file"):
             read()
     for name, read in {"config.json": jf.load, "model.safetensors": jf.hf.load}.items():
         folder = tmp_path / name
@@ -156,7 +156,7 @@ def test_what_is_no_file_is_refused_by_name_wherever_a_file_is_read(special, tmp
         (folder / "config.json").write_text("{}")
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(path)
-        with pytest.raises(ValueError, match=f"is {kind}, not a file"):
+        with pytest.raises(ValueError, match=f"is {kind}, not a regular file"):
             read(folder)
 
 
@@ -298,4 +298,4 @@ def test_a_text_of_less_than_one_row_warns(tmp_path, caplog):
     read(19)
     assert not caplog.records
     read(20)
-    assert "the training split has 20 tokens, less than one row" in caplog.text
+    assert "the training split has 20 tokens, fewer than one row" in caplog.text

@@ -173,5 +173,5 @@ def test_what_cannot_be():
     with pytest.raises(ValueError, match="ahead=0 must be at least 1"):
         jf.MultiToken(ahead=0)
     for wrong in (jf.presets.gpt2, jf.presets.transformer_base):
-        with pytest.raises(ValueError, match="mtp needs a causal decoder"):
+        with pytest.raises(ValueError, match="mtp=True needs a decoder-only causal model"):
             wrong(mtp=True)

@@ -214,7 +214,7 @@ def test_samples_have_the_distribution_of_plain_sampling(draft):
 def test_wrong_drafts_are_refused():
     cfg, params = model("llama_gqa")
     other = dataclasses.replace(cfg, vocab_size=50)
-    with pytest.raises(ValueError, match="vocabulary of 50, the model one of 67"):
+    with pytest.raises(ValueError, match="vocabulary of 50, but the model has 67"):
         jf.generate(params, PROMPTS, cfg, max_new_tokens=3, draft=jf.DraftModel(params, other))
     with pytest.raises(ValueError, match="ahead=0 must be at least 1"):
         jf.PromptLookup(ahead=0)

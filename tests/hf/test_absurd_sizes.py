@@ -32,7 +32,7 @@ def refused(read, message):
 
 
 PUBLISHED = [
-    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the file has .* tensors"),
+    ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, but the folder has only .* tensors"),
     ("llama", {"num_hidden_layers": 900}, "missing     model.layers.899."),
     ("gpt2", {"n_layer": 10**9}, "n_layer=1000000000, but"),
     ("bart", {"encoder_layers": 10**9, "num_hidden_layers": 10**9}, "encoder_layers=1000000000, but"),
@@ -64,10 +64,10 @@ NEO = {"model_type": "gpt_neo", "hidden_size": 8, "num_heads": 2, "vocab_size": 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 10**9}, "num_layers=1000000000, but the file has 1 tensors"),
+        ({"num_layers": 10**9}, "num_layers=1000000000, but the folder has only 1 tensors"),
         (
             {"num_layers": 2, "attention_types": [[["global", "local"], 10**9]]},
-            "attention_types=.*000.* are not of num_layers=2",
+            "attention_types=.*000.* do not fit num_layers=2",
         ),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_table_of_sines_is_compared_by_its_shape_first(tmp_path):
     config, tensors, _ = weights.load("marian")
     name, table = "model.encoder.embed_positions.weight", np.zeros((4, config["d_model"]), np.float32)
     published.folder(tmp_path, "marian", config | {"max_position_embeddings": 10**9}, tensors | {name: table})
-    refused(lambda: load(tmp_path), "embed_positions.weight is another table than the one that is computed")
+    refused(lambda: load(tmp_path), "embed_positions.weight differs from the table that the model computes")
 
 
 @pytest.fixture(scope="module")

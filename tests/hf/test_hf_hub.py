@@ -122,10 +122,14 @@ def test_an_id_is_downloaded_once_and_pinned_by_its_revision(hub, tmp_path):
 
 
 def test_what_cannot_be_had_says_why(hub, tmp_path):
-    assert "refused: org/other is neither a folder nor a model" in load(hub, tmp_path, "org/other")
+    assert "refused: org/other is not a folder, and the Hugging Face Hub has no model" in load(hub, tmp_path, "org/other")
     assert "with a revision 'v9'" in load(hub, tmp_path, "org/tiny", "revision=v9")
     offline = load(address(9), tmp_path, "org/tiny")
-    assert "the hub cannot be reached" in offline and "hf download org/tiny" in offline and "'model*.safetensors*'" in offline
+    assert (
+        "the Hugging Face Hub cannot be reached" in offline
+        and "hf download org/tiny" in offline
+        and "'model*.safetensors*'" in offline
+    )
 
 
 def beginning(folder):
@@ -137,7 +141,9 @@ def test_a_name_that_the_hub_does_not_have_may_be_that_of_a_folder(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"quikstart is neither a folder \(did you mean quickstart\?\) nor downloaded"):
+    with pytest.raises(
+        FileNotFoundError, match=r"quikstart is not a folder \(did you mean quickstart\?\), has not been downloaded"
+    ):
         jf.hf.load("quikstart")
 
 
@@ -160,5 +166,5 @@ def test_a_path_is_no_id(tmp_path, monkeypatch):
     (tmp_path / "runs" / "quickstart").rmdir()
     published.folder(tmp_path / "runs" / "quickstart", "llama")
     assert jf.hf.load("~/quickstart")[0] == jf.hf.load("runs/quickstart")[0]
-    with pytest.raises(ValueError, match="goes with the id of a hub"):
+    with pytest.raises(ValueError, match="needs a Hub id, but .* is a local folder"):
         jf.hf.load(tmp_path, revision="main")

@@ -146,7 +146,7 @@ def test_dropout_is_on_only_where_it_is_asked_for():
     rngs = nnx.Rngs(dropout=0)
     first, second = module(tokens, rngs=rngs), module(tokens, rngs=rngs)
     assert np.abs(first - still).max() > 0.1 and np.abs(first - second).max() > 0.1
-    with pytest.raises(ValueError, match="give rngs with a stream dropout"):
+    with pytest.raises(ValueError, match="give rngs with a stream named dropout"):
         module(tokens)
     module.eval()
     equal(module(tokens), still)

@@ -201,7 +201,7 @@ def test_query_head_reads_its_groups_key_value_head():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="n_heads=4 does not divide by n_kv_heads=3"):
+    with pytest.raises(ValueError, match="n_heads=4 is not divisible by n_kv_heads=3"):
         jf.ModelConfig(vocab_size=5, d_model=8, n_layers=1, n_heads=4, n_kv_heads=3)
 
 

@@ -118,7 +118,7 @@ class OtherEntries:
 def test_wrong_chunks_are_refused():
     cfg, params = shallow("llama_gqa")
     cache = jf.init_cache(cfg, 2, 8)
-    with pytest.raises(ValueError, match="tokens have 1 rows, the cache has 2"):
+    with pytest.raises(ValueError, match="tokens have 1 rows, but the cache has 2"):
         jf.forward_cached(params, [[5]], cfg, cache)
     with pytest.raises(ValueError, match="segments cannot be combined with a cache"):
         jf.apply(params, [[5], [6]], cfg, cache=cache, segments=[[1], [1]])
@@ -288,5 +288,5 @@ def test_rewinding_further_than_a_ring_remembers_is_refused():
 def test_a_cache_of_another_config_is_refused(change):
     cfg, params = model("mistral")
     other = dataclasses.replace(cfg, **change)
-    with pytest.raises(ValueError, match="made for another config: in layer"):
+    with pytest.raises(ValueError, match="made for a different config: layer"):
         jf.forward_cached(tiny.drawn(other), tiny.tokens(cfg, 2, 3), other, jf.init_cache(cfg, 2, 24))

@@ -102,16 +102,16 @@ def test_gradients_stop_where_the_mask_has_tokens():
 T = [[5, 6, 7], [8, 9, 10]]
 E = np.zeros((2, 3, 32), np.float32)
 WRONG = [
-    (None, {}, r"there are no tokens: give tokens \[B, T\], or embeddings= \[B, T, D\]"),
+    (None, {}, r"there are no tokens; give tokens \[B, T\], or embeddings= \[B, T, D\]"),
     (T, {"embeddings": E}, "tokens and embeddings: give embeddings_mask=.*or tokens=None"),
     (None, {"embeddings": E, "embeddings_mask": MASK}, "embeddings_mask chooses between tokens and embeddings"),
-    (T, {"embeddings_mask": MASK}, "embeddings_mask was given without embeddings"),
+    (T, {"embeddings_mask": MASK}, "embeddings_mask has no effect without embeddings"),
     (None, {"embeddings": E.astype(int)}, "embeddings must be of a floating dtype, not int"),
     (None, {"embeddings": E[..., :31]}, r"embeddings have shape \(2, 3, 31\).*d_model=32"),
     (None, {"embeddings": E[0]}, r"embeddings have shape \(3, 32\)"),
     (None, {"embeddings": E[:, :0]}, r"embeddings have shape \(2, 0, 32\)"),
-    (T, {"embeddings": E[:, :2], "embeddings_mask": MASK}, r"embeddings has shape \(2, 2, 32\), tokens have \(2, 3\)"),
-    (T, {"embeddings": E, "embeddings_mask": MASK[:, :2]}, r"embeddings_mask has shape \(2, 2\), tokens have \(2, 3\)"),
+    (T, {"embeddings": E[:, :2], "embeddings_mask": MASK}, r"embeddings has shape \(2, 2, 32\), but tokens have \(2, 3\)"),
+    (T, {"embeddings": E, "embeddings_mask": MASK[:, :2]}, r"embeddings_mask has shape \(2, 2\), but tokens have \(2, 3\)"),
     (T, {"embeddings": E, "embeddings_mask": MASK.astype(int)}, "embeddings_mask must be boolean.*not int"),
     ([[5, 6, 67]] * 2, {"embeddings": E, "embeddings_mask": MASK}, r"tokens\[0, 2\] = 67 is outside the vocabulary"),
     (None, {"embeddings": E, "valid": np.ones((2, 2), bool)}, r"valid has shape \(2, 2\)"),

@@ -232,8 +232,11 @@ def test_auto_says_what_it_takes(monkeypatch, caplog):
     for call in (GOOD, dataclasses.replace(GOOD, ordered=False), dataclasses.replace(GOOD, dropout=True), GOOD):
         select.choose(CFG, call)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "attention: splash"),
-        ("WARNING", "attention: plain XLA, which is slower: splash makes no weights that dropout could act on"),
+        ("INFO", "attention is computed by splash"),
+        (
+            "WARNING",
+            "attention is computed by plain XLA, which is slower, because splash makes no weights that dropout could act on",
+        ),
     ]
 
 

@@ -102,11 +102,11 @@ def test_a_cache_keeps_the_latent_and_one_rotary_key():
     ("fields", "message"),
     [
         ({"own": Latent()}, "needs latent.rank"),
-        ({"n_kv_heads": 1}, "as many n_kv_heads as n_heads"),
+        ({"n_kv_heads": 1}, "n_kv_heads=n_heads"),
         ({"position": "none"}, "position='rope'"),
-        ({"qk_norm": True}, "no|has no biases, qk_norm"),
+        ({"qk_norm": True}, "no|does not support biases, qk_norm"),
         ({"attention_softcap": 5.0}, "attention_softcap"),
-        ({"own": dataclasses.replace(LATENT, rope_dim=4), "window": 3, "qkv_bias": True}, "has no biases"),
+        ({"own": dataclasses.replace(LATENT, rope_dim=4), "window": 3, "qkv_bias": True}, "does not support biases"),
     ],
 )
 def test_what_it_cannot_be(fields, message):

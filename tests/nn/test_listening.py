@@ -200,7 +200,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(first):
 @pytest.mark.parametrize("listener", [{"*": jnp.zeros_like}, lambda name, x: x], ids=["dict", "callback"])
 def test_a_listener_that_hears_nothing_says_why(listener):
     compiled = forward().lower(params_of(CFG), IDS).compile()
-    with pytest.raises(ValueError, match=r"heard nothing.*compiled ahead of time.*jf\.stream"), jf.listen(listener):
+    with pytest.raises(ValueError, match=r"was never called.*compiled ahead of time.*jf\.stream"), jf.listen(listener):
         compiled(params_of(CFG), IDS)
 
 
@@ -238,7 +238,7 @@ def test_an_edit_that_is_not_hashable_is_refused():
     ],
 )
 def test_an_edit_must_keep_shape_and_dtype(edit, made):
-    message = rf"a listener made {made} of activation 'a', which must stay float32\[1, 2, 32\]"
+    message = rf"a listener turned activation 'a' into {made}, but it must stay float32\[1, 2, 32\]"
     with pytest.raises(ValueError, match=message), jf.listen({"a": edit}):
         activation()
 

@@ -258,16 +258,16 @@ def test_rooms_of_layers_are_for_training_alone():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_experts": 4}, "experts.d_ff must be given"),
+        ({"n_experts": 4}, "experts.d_ff must be given; it is the hidden width"),
         ({"d_ff": 4}, "experts.d_ff has no effect with experts.n_experts=0"),
         ({"n_experts": 2, "d_ff": 4, "per_token": 3}, "per_token=3 is more than experts.n_experts=2"),
-        ({"n_experts": 4, "d_ff": 4, "groups": 4}, "does not make 4 groups of two and more"),
+        ({"n_experts": 4, "d_ff": 4, "groups": 4}, "cannot be split into 4 equal groups of two or more"),
         (
             {"n_experts": 8, "d_ff": 4, "groups": 4, "groups_per_token": 1, "per_token": 3},
-            "more than the 2 experts of a token's",
+            "more than the 2 experts in a token's",
         ),
-        ({"n_experts": 4, "d_ff": 4, "layers": (5,)}, "must name some of the layers 0 to 1"),
-        ({"n_experts": 4, "d_ff": 4, "layers": ()}, "must name some of the layers"),
+        ({"n_experts": 4, "d_ff": 4, "layers": (5,)}, "must name one or more of the layers 0 to 1"),
+        ({"n_experts": 4, "d_ff": 4, "layers": ()}, "must name one or more of the layers"),
     ],
 )
 def test_experts_that_cannot_be(fields, message):
@@ -276,14 +276,16 @@ def test_experts_that_cannot_be(fields, message):
 
 
 def test_a_rate_needs_the_bias_that_it_moves():
-    with pytest.raises(ValueError, match="balance_rate changes the selection bias: set experts.selection_bias"):
+    with pytest.raises(
+        ValueError, match="balance_rate adjusts the selection bias of experts, so it needs experts.selection_bias=True"
+    ):
         model(BASE, balance_rate=0.1)
     model(dataclasses.replace(BASE, selection_bias=True), balance_rate=0.1)
 
 
 def test_a_router_that_cannot_learn_is_refused_where_it_would_have_to():
     one = dataclasses.replace(BASE, per_token=1)
-    with pytest.raises(ValueError, match="their router would learn nothing"):
+    with pytest.raises(ValueError, match="or their router would learn nothing"):
         jf.training.next_token(model(one))
     jf.training.next_token(model(dataclasses.replace(one, normalize=False)))
 

@@ -52,12 +52,12 @@ def test_meshes_and_batches_that_do_not_fit():
     with pytest.raises(ValueError, match="mesh.tensor=0 must be at least 1"):
         MeshConfig(tensor=0)
     mesh = MeshConfig(fsdp=4, context=2).make()
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest is 8"):
+    with pytest.raises(ValueError, match="batch_size=6 is not divisible by 4 devices; the nearest is 8"):
         check_batch({"tokens": np.zeros((6, 8))}, mesh)
-    with pytest.raises(ValueError, match="length=7 does not divide by 2 devices along context; the nearest is 8"):
+    with pytest.raises(ValueError, match="length=7 is not divisible by 2 devices along context; the nearest is 8"):
         check_batch({"tokens": np.zeros((8, 7))}, mesh)
     check_batch({"tokens": np.zeros((8, 8))}, mesh, 2)
-    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 4 devices; the nearest is 16"):
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches is not divisible by 4 devices; the nearest is 16"):
         check_batch({"tokens": np.zeros((12, 8))}, mesh, 2)
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer.parallel.ending import STOPPED
+from jaxformer.parallel.exit_codes import STOPPED
 from jaxformer.parallel.multihost import DistributedConfig, joined
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.training import run
@@ -170,7 +170,7 @@ def assert_same(runs: Runs, found: str, expected: str, rtol: float = 0.0) -> Non
 def lost(process: Ended) -> bool:
     """Whether it says that another was lost, and what to do, as its last line."""
     last = process.errors.splitlines()[-1]
-    return process.code == 1 and last.startswith("error: another process was lost (") and "same command goes on" in last
+    return process.code == 1 and last.startswith("error: another process was lost (") and "same command resumes" in last
 
 
 # The same numbers
@@ -264,8 +264,8 @@ def test_a_mesh_of_two_axes_over_two_processes_of_two_devices(runs):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"coordinator": "a:1"}, "distributed.num_processes and distributed.process_id must be given too"),
-        ({"process_id": 0}, "distributed.coordinator and distributed.num_processes must be given too"),
+        ({"coordinator": "a:1"}, "also give distributed.num_processes and distributed.process_id"),
+        ({"process_id": 0}, "also give distributed.coordinator and distributed.num_processes"),
         ({"coordinator": "a:1", "auto": True}, "distributed.auto finds coordinator"),
         ({"coordinator": "a", "num_processes": 2, "process_id": 0}, "distributed.coordinator='a' must be host:port"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, "process_id=2 must be below distributed.num_processes=2"),
@@ -283,7 +283,7 @@ def test_the_command_line_says_what_is_missing_before_any_work(tmp_path, capsys)
     all_three = [*flags, "--distributed.num-processes", "2", "--distributed.process-id", "1"]
     assert run.parse([*all_three, "--run-dir", str(tmp_path)], config).config.distributed.on
     wrong = {
-        "distributed.num_processes and distributed.process_id must be given too": flags,
+        "also give distributed.num_processes and distributed.process_id": flags,
         "pmap' runs in one process": [*all_three, "--train.parallel", "pmap"],
     }
     for message, given in wrong.items():
@@ -295,7 +295,10 @@ def test_the_command_line_says_what_is_missing_before_any_work(tmp_path, capsys)
 def test_a_step_of_slurm_with_several_tasks_does_not_train_several_times(monkeypatch):
     for name, value in {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="Slurm runs 4 of this process: give --distributed.auto"), joined(DistributedConfig()):
+    with (
+        pytest.raises(ValueError, match="Slurm runs 4 copies of this program; give --distributed.auto"),
+        joined(DistributedConfig()),
+    ):
         pass
 
 
@@ -345,13 +348,13 @@ def test_slices_lie_outermost_along_data_and_neighbours_together():
 
 
 def test_slices_that_do_not_fit():
-    with pytest.raises(ValueError, match="mesh.data=3 is no multiple of mesh.slices=2; the nearest is 4"):
+    with pytest.raises(ValueError, match="mesh.data=3 is not a multiple of mesh.slices=2; the nearest is 4"):
         MeshConfig(data=3, slices=2)
-    with pytest.raises(ValueError, match="1 devices along data do not divide by mesh.slices=2"):
+    with pytest.raises(ValueError, match="1 devices along data cannot be split into mesh.slices=2 equal groups"):
         MeshConfig(slices=2, fsdp=16).make(chips(2))
-    with pytest.raises(ValueError, match="belong to 2 slices: set mesh.slices=2, not 1"):
+    with pytest.raises(ValueError, match="belong to 2 slices; set mesh.slices=2, not 1"):
         MeshConfig(fsdp=8).make(chips(2))
-    with pytest.raises(ValueError, match="slices of 8, 4 devices"):
+    with pytest.raises(ValueError, match="mesh.slices needs equal slices, but they have 8, 4 devices"):
         MeshConfig(slices=2, tensor=2).make([chip for chip in chips(2) if chip.slice_index == 0 or chip.coords[1] == 0])
     with pytest.raises(ValueError, match="mesh.slices=2 does not fit devices of 1 processes"):
         MeshConfig(slices=2).make()

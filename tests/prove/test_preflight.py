@@ -129,7 +129,7 @@ CONTRADICTIONS = {
     "train.label_smoothing=0.6 gives": {"train": {"label_smoothing": 0.6}},
     "train.loss_chunk=16 is not below data.length=16": {"train": {"loss_chunk": 16}},
     "nothing keeps all experts in use": {"model": EXPERTS},
-    "data.length=32 is past model.max_length=16": {"length": 32},
+    "data.length=32 is more than model.max_length=16": {"length": 32},
     "data.length=8 is below model.max_length=16": {"model": dataclasses.replace(MODEL, position="learned"), "length": 8},
     "data.validation_fraction=0 without": {"validation_fraction": 0.0},
 }
@@ -166,13 +166,13 @@ def test_a_batch_that_is_right():
 
 IDS = batch()["tokens"]
 WRONG = {
-    "ids outside": ("ids", FAILED, {"tokens": IDS + 200}, "tokens hold 458, outside the vocabulary of 259"),
-    "negative": ("ids", FAILED, {"targets": IDS - 4}, "targets hold -1"),
+    "ids outside": ("ids", FAILED, {"tokens": IDS + 200}, "tokens contain 458, which is outside the vocabulary of 259"),
+    "negative": ("ids", FAILED, {"targets": IDS - 4}, "targets contain -1"),
     "targets that are the tokens": ("ids", FAILED, {"targets": IDS}, "the targets are the tokens themselves"),
     "nothing counts": ("weights", FAILED, {"weights": np.zeros((8, 16))}, "nothing to learn"),
-    "a row of padding": ("weights", WARNING, {"weights": np.arange(8)[:, None] * np.ones(16)}, "of 1 rows none"),
+    "a row of padding": ("weights", WARNING, {"weights": np.arange(8)[:, None] * np.ones(16)}, "none in 1 of the rows"),
     "padding": ("weights", WARNING, {"weights": np.arange(16) * np.ones((8, 1)) >= 14}, "most of the computation"),
-    "no end": ("end of text", WARNING, {"targets": np.full((8, 16), 7, np.int32)}, "has no end"),
+    "no end": ("end of text", WARNING, {"targets": np.full((8, 16), 7, np.int32)}, "will not learn to end a text"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_vocabulary_that_the_tokenizer_does_not_fill_and_a_prompt_without_ids(
 
 def test_data_smaller_than_a_batch():
     result = verdicts(config(), batch(), summary={"train_tokens": 100})["data"]
-    assert result[0] == WARNING and "one batch of 8 × 16 is more than there is" in result[1]
+    assert result[0] == WARNING and "this is less than one batch of 8 × 16" in result[1]
 
 
 def test_a_batch_is_shown_with_its_segments_and_what_does_not_count():
@@ -253,14 +253,14 @@ def test_tensors_without_a_gradient_are_named(quick_compilation):
     assert abs(loss - math.log(259)) < 1
     result = gradients.finding(of_run, largest, largest)
     unused = [f"decoder.layers.mlp.unused, layer {layer}" for layer in range(2)]
-    assert result.verdict == FAILED and result.why == f"none for {unused[0]}, {unused[1]}: it would never be trained"
+    assert result.verdict == FAILED and result.why == f"there is none for {unused[0]}, {unused[1]}: it would never be trained"
 
 
 def test_gradients_that_come_later_are_there_and_none_may_be_nan():
     params = {"a": np.float32(1), "b": np.array([0, 2.0])}
     result = gradients.finding(config(), params, params | {"b": np.ones(2)})
     assert result.verdict == OK and "1 of them only after the first updates" in result.why
-    assert gradients.finding(config(), params, params).why.startswith("none for b, layer 0:")
+    assert gradients.finding(config(), params, params).why.startswith("there is none for b, layer 0:")
     assert gradients.finding(config(train={"objective": "a:b"}), params, params).verdict == WARNING
     result = gradients.finding(config(), {"a": np.float32(np.nan), "b": np.array([1, np.inf])}, params)
     assert result.verdict == FAILED and result.why == "not finite: a, b, layer 1"
@@ -280,13 +280,13 @@ def test_the_selection_bias_of_experts_needs_no_gradient():
         ([5.0] * 29 + [2.0], OK, "loss 5.000 to 2.000"),
         ([5.0] * 29 + [4.9], WARNING, "less than 10%; optim.lr=0.01 may be low"),
         ([5.0, 4.9], WARNING, "there was no time for 30"),
-        ([5.0, 5.0], FAILED, "it must fall"),
-        ([5.0, math.nan, 3.0], FAILED, "it is nan after 1: lower optim.lr=0.01"),
+        ([5.0, 5.0], FAILED, "the loss should fall"),
+        ([5.0, math.nan, 3.0], FAILED, "the loss is nan after 1: lower optim.lr=0.01"),
     ],
 )
 def test_updates_on_one_batch(losses, verdict, message):
     result = preflight.updates(config(), losses, 0.5)
-    assert result.verdict == verdict and message in result.why and "50 s for 100" in result.why
+    assert result.verdict == verdict and message in result.why and "50 s for all 100" in result.why
 
 
 def test_the_trial_has_the_highest_rate_and_no_dropout():

@@ -71,7 +71,7 @@ def test_several_processes_are_on_the_cpu():
         (["--steps", "2"], "the first argument must be a config file"),
         (["quikstart.py"], "no config file quikstart.py"),
         ([CONFIG, "--steps", "0"], "steps=0 must be at least 1"),
-        ([CONFIG, "--script", "nowhere.py"], "no nowhere.py: give the train.py"),
+        ([CONFIG, "--script", "nowhere.py"], "there is no file nowhere.py; give the script"),
         ([CONFIG, "--distributed.auto"], "leave out the --distributed.* flags"),
     ],
 )

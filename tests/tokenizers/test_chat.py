@@ -69,7 +69,7 @@ def test_of_several_templates_one_is_chosen(tmp_path):
     with pytest.raises(ValueError, match="no chat template 'defualt'; did you mean 'default'"):
         tok.chat([user("x")], template="defualt")
     without = loaded(tmp_path / "without", several[1:])
-    with pytest.raises(ValueError, match=r"no default: give one of \['rag', 'tool_use'\]"):
+    with pytest.raises(ValueError, match=r"no default; pass template= with one of \['rag', 'tool_use'\]"):
         without.chat([user("x")])
 
 
@@ -106,17 +106,21 @@ def test_template_files_go_before_the_config_and_are_kept(tmp_path):
     ],
 )
 def test_a_template_stays_in_its_sandbox(tok, template):
-    with pytest.raises(ValueError, match="the chat template: (access to|.*unsafe|Range too big|.*safe)"):
+    with pytest.raises(ValueError, match="the chat template failed: (access to|.*unsafe|Range too big|.*safe)"):
         tok.chat([user("x")], template=template)
 
 
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
-        ([user("x")], {"template": "{{ raise_exception('roles must alternate') }}"}, "template: roles must alternate"),
-        ([user("x")], {"template": "{% if %}"}, "cannot be read: .*[Ee]xpected"),
-        ([user("x")], {"template": "{{ 'a' + 1 }}"}, "the chat template: can only concatenate"),
-        ([user("x")], {"template": "{{ messages[3].role.name }}"}, "the chat template: .*has no element 3"),
+        (
+            [user("x")],
+            {"template": "{{ raise_exception('roles must alternate') }}"},
+            "the chat template failed: roles must alternate",
+        ),
+        ([user("x")], {"template": "{% if %}"}, "cannot be parsed: .*[Ee]xpected"),
+        ([user("x")], {"template": "{{ 'a' + 1 }}"}, "the chat template failed: can only concatenate"),
+        ([user("x")], {"template": "{{ messages[3].role.name }}"}, "the chat template failed: .*has no element 3"),
         ([], {}, "messages must be a list"),
         ("hi", {}, "messages must be a list"),
         (user("x"), {}, "messages must be a list"),

@@ -80,7 +80,7 @@ def test_a_model_that_would_make_control_ids_of_plain_text_refuses_it(tmp_path):
     assert Theirs.from_file(str(tmp_path / "tokenizer.json")).encode("a</s>").ids[-1] == 1
     tok = tokenizer.load(tmp_path)
     assert tok.encode("<unk>", special=True) == [0] == tok.encode("z"), "what it does not know is no control text"
-    with pytest.raises(ValueError, match="control id of '</s>' of plain text"):
+    with pytest.raises(ValueError, match="turns plain text into the control id of '</s>'"):
         tok.encode("a</s>")
     assert tok.encode("a</s>", special=True)[-1] == tok.eos_id
 
@@ -135,16 +135,16 @@ def no_id(values):
 @pytest.mark.parametrize(
     ("change", "files", "message"),
     [
-        (wrong_id, {}, "added token '</think>' cannot have id"),
+        (wrong_id, {}, "added token '</think>' should have id"),
         (no_id, {}, "not a complete Hugging Face tokenizer.*missing field `id`"),
         (lambda values: values["model"].pop("merges"), {}, "not a complete Hugging Face tokenizer"),
         (None, {"tokenizer_config": {"eos_token": "<end>"}}, "eos_token is '<end>', which the tokenizer does not have"),
-        (None, {"tokenizer_config": {"eos_token": 3.5}}, "tokenizer_config.json: eos_token=3.5 is no token"),
-        (None, {"tokenizer_config": [1]}, "tokenizer_config.json holds list"),
-        (None, {"tokenizer_config": {"chat_template": 3}}, "chat_template must be a text"),
-        (None, {"tokenizer_config": {"chat_template": [{"name": "x"}]}}, "chat_template must be a text"),
-        (None, {"tokenizer_config": {"added_tokens_decoder": {"x": 3}}}, "added_tokens_decoder is no table"),
-        (None, {"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": "<new>"}}}}, "'<new>' cannot have id 9999"),
+        (None, {"tokenizer_config": {"eos_token": 3.5}}, "tokenizer_config.json: eos_token=3.5 is not a token"),
+        (None, {"tokenizer_config": [1]}, "tokenizer_config.json holds a JSON list"),
+        (None, {"tokenizer_config": {"chat_template": 3}}, "chat_template must be a string"),
+        (None, {"tokenizer_config": {"chat_template": [{"name": "x"}]}}, "chat_template must be a string"),
+        (None, {"tokenizer_config": {"added_tokens_decoder": {"x": 3}}}, "added_tokens_decoder is not an object"),
+        (None, {"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": "<new>"}}}}, "'<new>' should have id 9999"),
         (None, {"tokenizer_config": {}, "generation_config": {"eos_token_id": 9999}}, "eos_token is 9999, which the tokenizer"),
     ],
 )
@@ -158,9 +158,9 @@ def test_truncated_files(tmp_path):
     content = made.content("qwen")
     for part in (0.1, 0.5, 0.99):
         (tmp_path / "tokenizer.json").write_text(content[: int(len(content) * part)], encoding="utf-8")
-        with pytest.raises(ValueError, match=r"tokenizer\.json: not JSON"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json: it is not JSON"):
             tokenizer.load(tmp_path)
     made.folder(tmp_path, "qwen")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ')
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: it is not JSON"):
         tokenizer.load(tmp_path)

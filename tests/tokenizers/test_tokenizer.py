@@ -167,11 +167,11 @@ def test_training_samples_evenly(monkeypatch):
 
 def test_vocabulary_that_the_text_cannot_fill():
     texts = ["hello world\n" * 3, "the quick brown fox jumps over"]
-    with pytest.raises(ValueError, match=r"vocab_size=4096 is too large for this text: at most (\d+)") as error:
+    with pytest.raises(ValueError, match=r"vocab_size=4096 is too large for this text; it can be at most (\d+)") as error:
         tokenizer.train("bpe", texts, 4096)
     most = int(str(error.value).split()[-1])
     assert tokenizer.train("bpe", texts, most).vocab_size == most
-    with pytest.raises(ValueError, match="vocab_size=200 is too small for this text: at least 284"):
+    with pytest.raises(ValueError, match="vocab_size=200 is too small for this text; it must be at least 284"):
         tokenizer.train("unigram", texts, 200)
 
 
@@ -182,7 +182,7 @@ def test_vocabulary_that_the_text_cannot_fill():
         (lambda: tokenizer.train("bpe", []), "needs text to learn from"),
         (lambda: tokenizer.train("char", ["", ""]), "needs text to learn from"),
         (lambda: tokenizer.train("char", "abc"), "a list of texts, not one str"),
-        (lambda: tokenizer.load("bpe"), "made from text"),
+        (lambda: tokenizer.load("bpe"), "learned from text"),
         (lambda: tokenizer.load("bytes"), "'?bytes'? does not exist; did you mean 'byte'"),
         (lambda: tokenizer.load("no/such/folder/x.model"), "no/such/folder/x.model does not exist"),
         (lambda: tokenizer.Bytes().encode(b"abc"), "takes a str, not bytes"),
@@ -209,7 +209,7 @@ def test_sentencepiece_errors(toks):
     [
         ("tokenizer.model", b"", "tokenizer.model: not a complete SentencePiece model"),
         ("tokenizer.model", b"<!doctype html>" * 50, "not a complete SentencePiece model"),
-        ("tokenizer.json", b"{", "tokenizer.json: not JSON"),
+        ("tokenizer.json", b"{", "tokenizer.json: it is not JSON"),
         ("tokenizer.json", b"[1]", "not a saved tokenizer"),
         ("tokenizer.json", b'{"kind": "words"}', "not a saved tokenizer"),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "Hugging Face"),

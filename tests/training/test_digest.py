@@ -164,7 +164,7 @@ def test_one_bit_in_the_largest_file_of_arrays_is_noticed_by_every_reader(two_st
     largest = max(files(copy / "6" / "params"), key=lambda path: path.stat().st_size)
     flip(0.5)(largest, largest)
     jax.tree.map(np.testing.assert_array_equal, params_of(copy), at(3).params)
-    assert "is not what was saved (digest" in caplog.text or "skipping the damaged checkpoint" in caplog.text
+    assert "differs from what was saved (digest" in caplog.text or "skipping the damaged checkpoint" in caplog.text
     assert outcome(copy) == "step 3"
     assert "6.broken" in listing(copy)
 
@@ -199,7 +199,7 @@ def test_an_item_of_another_step_is_noticed(two_steps, tmp_path, caplog):
 def test_lost_digests_are_noticed_and_those_of_former_versions_are_not_missed(two_steps, tmp_path, caplog):
     copy = shutil.copytree(two_steps, tmp_path / "checkpoints")
     shutil.rmtree(copy / "6" / "digests")
-    assert outcome(copy) == "step 3" and "its digests are lost" in caplog.text
+    assert outcome(copy) == "step 3" and "its digests are missing" in caplog.text
     contents = copy / "3" / "_CHECKPOINT_METADATA"
     handlers = json.loads(contents.read_text())
     del handlers["item_handlers"]["digests"]
@@ -226,7 +226,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, value):
         ):
             checkpoints.save(spoilt(3, float(value)))
         checkpoints.save(at(3))
-        with pytest.raises(FloatingPointError, match="newest good step 3"):
+        with pytest.raises(FloatingPointError, match="the newest good checkpoint is step 3"):
             checkpoints.save(spoilt(6, float(value)))
         moments = jax.tree.map(
             lambda x: jnp.full_like(x, float(value)) if x.ndim and x.dtype == jnp.float32 else x, at(6).opt_state
@@ -282,7 +282,7 @@ def test_a_run_stops_at_the_first_update_that_is_not_finite_or_after_as_many_as_
         assert patient.fetch(step, bad)["skipped"] == step - 1
     assert patient.fetch(4, good)["skipped"] == 2
     assert patient.fetch(5, bad)["skipped"] == 3 and patient.fetch(6, bad)["skipped"] == 4
-    assert "step 6: the update is left out (2 in a row, at most 2)" in caplog.text
+    assert "step 6: this update is skipped (2 in a row, of at most 2)" in caplog.text
     with pytest.raises(FloatingPointError, match="at step 7"):
         patient.fetch(7, bad)
     with pytest.raises(FloatingPointError, match="the loss is inf at step 3; newest good step 10"):

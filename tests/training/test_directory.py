@@ -92,7 +92,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr(directories.fcntl, "flock", refuse)
     with locked(str(tmp_path)) as lock:
         lock.require()
-    assert "cannot be locked (No locks available): make sure that no other train.py uses" in caplog.text
+    assert "cannot be locked (No locks available); make sure that no other train.py uses" in caplog.text
 
 
 def test_where_nothing_can_be_written_only_writing_is_refused(tmp_path, monkeypatch):
@@ -147,7 +147,9 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"~nobody-of-that-name has no home directory; write \./~nobody-of-that-name/run for"):
         expanded("~nobody-of-that-name/run")
     run.write_run(Path("~/run"), given, tokenizer.Bytes())  # as an earlier version did
-    with pytest.raises(ValueError, match=r"means .*home/run, but there is a run in \./~/run: move it there, or give \./~/run"):
+    with pytest.raises(
+        ValueError, match=r"means .*home/run, but there is a run in \./~/run; move that run there, or give \./~/run"
+    ):
         expanded("~/run")
 
 
@@ -172,7 +174,7 @@ def test_what_a_start_leaves_that_was_killed_at_once_is_no_run(left, tmp_path):
     for name in ("notes.txt", "checkpoints/3"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        with pytest.raises(ValueError, match="exists and is not a run: it has no config.json"):
+        with pytest.raises(ValueError, match="exists but is not a run, as it has no config.json"):
             run.open_run(config(tmp_path))
         (tmp_path / name).unlink()
 
@@ -211,7 +213,7 @@ def test_a_published_folder_is_no_run_that_may_begin_anew(tmp_path):
 def test_a_folder_in_the_place_of_the_records_is_refused(tmp_path):
     pretrained.write_run(tmp_path, config(tmp_path), corpus(tokenizer.Bytes()))
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is a folder, where the records of the run belong"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a folder; a run needs a file of that name for its metrics"):
         run.open_run(config(tmp_path))
 
 

@@ -102,5 +102,5 @@ def test_a_run_gives_the_mean_or_the_parameters(tmp_path, dtype):
 
 def test_the_mean_of_a_run_that_keeps_none_is_refused(tmp_path):
     write_run(tmp_path, jf.Config(model=CFG), jf.tokenizer.train("byte", []))
-    with pytest.raises(ValueError, match=r"keeps no running mean .*optim.ema=0"):
+    with pytest.raises(ValueError, match=r"has no running mean .*optim.ema=0"):
         jf.load(tmp_path, ema=True)

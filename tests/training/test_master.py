@@ -186,5 +186,5 @@ def test_another_optimizer_of_low_parameters_is_warned_of(caplog):
     init_state(params, with_master(optax.sgd(1.0)), jax.random.key(0))
     init_state({"w": jnp.ones(3)}, optax.sgd(1.0), jax.random.key(0))
     assert not caplog.text
-    with pytest.raises(ValueError, match="params hold no arrays: they are ModelConfig"):
+    with pytest.raises(ValueError, match="params must be a nested dict of arrays, as jf.init returns, not ModelConfig"):
         init_state(LOW, optax.sgd(1.0), jax.random.key(0))

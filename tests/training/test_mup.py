@@ -64,7 +64,7 @@ def test_at_the_base_nothing_changes():
         ({"tied_head": True}, "tied_head"),
         ({"scale_embedding": True}, "scale_embedding"),
         ({"scale_head": True}, "scale_head"),
-        ({"init": "normal"}, "init='fan_in', not 'normal'"),
+        ({"init": "normal"}, "init='fan_in', .*, not 'normal'"),
         ({"d_model": 36, "head_dim": 8}, "4 heads of d_model=36 are 1.77778 of 16"),
     ],
 )
@@ -151,5 +151,5 @@ def test_the_program_refuses_what_mup_is_not_for(tmp_path):
     with pytest.raises(ValueError, match="tied_head"):
         program.main([str(config), "--out", str(tmp_path / "check.png")])
     assert not (tmp_path / "check.png").exists()
-    with pytest.raises(ValueError, match="two different"):
+    with pytest.raises(ValueError, match="two or more different"):
         program.Options(config, widths=(1.0, 1.0))

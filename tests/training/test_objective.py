@@ -197,7 +197,7 @@ def test_entries_are_spread_by_their_letters():
     check_batch(batch, mesh)
     short = batch | {"image": jax.ShapeDtypeStruct((8, 7, 4), np.float32)}
     check_batch(short, mesh)
-    with pytest.raises(ValueError, match="length=7 does not divide by 4 devices along context"):
+    with pytest.raises(ValueError, match="length=7 is not divisible by 4 devices along context"):
         check_batch(short, mesh, letters={"image": "BT"})
 
 
@@ -240,7 +240,9 @@ def test_an_objective_that_returns_something_else(result, message):
 )
 def test_a_batch_without_rows(batch, shown):
     placement = jf.training.jit(lambda state, batch: (state, {}))
-    with pytest.raises(ValueError, match=f"the first axis of every batch entry must be the rows, of one size; it is {shown}"):
+    with pytest.raises(
+        ValueError, match=f"the first axis of every batch entry must be the rows, of the same number; it is {shown}"
+    ):
         placement.put_batch(batch)
 
 
@@ -255,14 +257,14 @@ def test_metrics_of_its_own_have_a_loss_and_get_the_weight():
     _, metrics = make_update(objective, optimizer)(state, batch)
     assert (float(metrics["loss"]), float(metrics["weight"])) == (0.5, 4.0)
     objective.metrics = lambda sums: {"score": sums["loss"]}
-    with pytest.raises(ValueError, match="must have 'loss'; it has weight, score"):
+    with pytest.raises(ValueError, match="must include 'loss'; it has weight, score"):
         make_update(objective, optimizer)(state, batch)
 
 
 def test_embeddings_do_not_go_with_the_block_for_the_token_after_the_next():
     cfg = jf.presets.llama(vocab_size=16, d_model=8, n_layers=1, n_heads=2, mtp=True)
     batch = tiny.batch(cfg) | {"embeddings": np.zeros((4, 8, 8), np.float32), "embeddings_mask": np.zeros((4, 8), bool)}
-    with pytest.raises(ValueError, match="embeddings in a batch do not go with mtp"):
+    with pytest.raises(ValueError, match="a batch with embeddings cannot be used with mtp"):
         jf.loss(tiny.drawn(cfg), batch, cfg)
 
 

@@ -278,7 +278,9 @@ def test_an_unknown_optimizer_names_the_nearest():
     ],
 )
 def test_a_field_without_effect_is_refused(name, field, value, users):
-    with pytest.raises(ValueError, match=f"optim.{field}={value} has no effect with optim.name='{name}'; .* of {users}$"):
+    with pytest.raises(
+        ValueError, match=f"optim.{field}={value} has no effect with optim.name='{name}'; it is used by {users}$"
+    ):
         jf.OptimConfig(name, **{field: value})
 
 

@@ -157,7 +157,7 @@ def test_what_is_in_the_way_of_drawings_and_events_is_only_warned_of(tmp_path, c
     assert steps_of(tmp_path) == [1, 2, 3] and steps_of(tmp_path, "validation") == [3]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "tensorboard"]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 2 and "no TensorBoard events" in warned[0] and "loss.png is not drawn" in warned[1]
+    assert len(warned) == 2 and "TensorBoard events are no longer written" in warned[0] and "loss.png is not drawn" in warned[1]
 
 
 def test_a_disk_that_fills_up_is_said_with_the_path_and_what_is_safe(tmp_path):

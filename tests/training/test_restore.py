@@ -76,7 +76,7 @@ def test_an_older_step_that_would_fit_is_not_taken_instead(tmp_path):
 
 
 def test_another_optimizer_is_refused(saved):
-    with pytest.raises(ValueError, match="holds other rest than this run's"):
+    with pytest.raises(ValueError, match="does not fit this run; its rest differ"):
         restore(saved, like(optim=dataclasses.replace(OPTIM, clip_norm=0.0)))
 
 

@@ -85,7 +85,7 @@ def test_a_prompt_without_ids_is_refused_before_training(text, tmp_path, quick_c
 
 
 def test_a_batch_that_does_not_fit_the_devices_is_refused_before_anything_is_written(text, tmp_path):
-    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches does not divide by 8 devices; the nearest is 16"):
+    with pytest.raises(ValueError, match="batch_size=12 in 2 microbatches is not divisible by 8 devices; the nearest is 16"):
         main(config(tmp_path / "run", text, {"microbatches": 2}, batch_size=12))
     assert not (tmp_path / "run").exists()
 
@@ -169,7 +169,7 @@ def test_an_objective_may_be_named_itself_and_a_function_takes_what_it_needs():
 
 def test_a_foreign_directory_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists and is not a run: it has no config.json; choose another --run-dir"):
+    with pytest.raises(ValueError, match="exists but is not a run, as it has no config.json; choose another --run-dir"):
         run.open_run(config(tmp_path))
     with pytest.raises(ValueError, match="notes.txt"):
         run.open_run(config(tmp_path / "notes.txt"))
@@ -202,7 +202,7 @@ def test_a_run_goes_on_and_tells_what_differs(trained, text):
 
 
 def test_loading_what_is_no_run(tmp_path):
-    with pytest.raises(FileNotFoundError, match="absent is not a run directory: it has no config.json"):
+    with pytest.raises(FileNotFoundError, match="absent is not a run directory, as it has no config.json"):
         jf.load(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         jf.load(str(tmp_path))

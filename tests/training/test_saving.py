@@ -93,7 +93,7 @@ def test_both_may_be_off():
 @pytest.mark.parametrize("profile", ["3:4", "5:6"])
 def test_a_trace_of_the_steps_asked_for(profile, tmp_path, capsys):
     train.main(config(tmp_path / "run", profile=profile))
-    assert "trace in " in capsys.readouterr().out
+    assert "the trace is in " in capsys.readouterr().out
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 

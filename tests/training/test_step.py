@@ -169,13 +169,13 @@ def test_a_step_with_nothing_to_learn(microbatches):
 
 @pytest.mark.parametrize("kind", PLACEMENTS)
 def test_rows_that_do_not_divide_by_the_devices_raise(kind):
-    with pytest.raises(ValueError, match="batch_size=6 does not divide by 4 devices; the nearest is 8"):
+    with pytest.raises(ValueError, match="batch_size=6 is not divisible by 4 devices; the nearest is 8"):
         placement("decoder", kind, 4).put_batch(tiny.batch(MODELS["decoder"], 6))
 
 
 def test_rows_that_do_not_divide_into_microbatches_raise():
     step = update(MODELS["decoder"], OPTIM, STEPS, microbatches=3)
-    with pytest.raises(ValueError, match="8 rows does not divide into 3 microbatches"):
+    with pytest.raises(ValueError, match="8 rows cannot be split into 3 equal microbatches"):
         jax.eval_shape(step, fresh("decoder"), batches("decoder")[0])
 
 

@@ -43,7 +43,7 @@ def _read_sparse_layers(reader: ConfigReader) -> tuple[int, ...] | None:
 def _write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
     sparse = [bool(layer.experts.n_experts) for layer in cfg.layers]
     if sparse != sorted(sparse):
-        raise ValueError("its first layers are dense, and all others have experts")
+        raise ValueError("this family has dense first layers and experts in all others")
     return {"first_k_dense_replace": sparse.count(False)}
 
 

@@ -97,7 +97,7 @@ def _read_local_theta(reader: ConfigReader) -> float:
         return 10_000.0 if local is None else float(local)
     theta, _, scaling = read_rope(reader, kind="sliding_attention")
     if scaling.kind != "none":
-        raise ValueError("config.json: rope_parameters of sliding_attention are scaled, which is not supported")
+        raise ValueError("config.json: rope_parameters scale sliding_attention, which is not supported")
     if local not in (None, theta):
         raise ValueError(f"config.json: rope_local_base_freq={local} and rope_parameters differ")
     return theta

@@ -68,10 +68,10 @@ def _read_neo_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     if groups is None:
         groups = [[["global", "local"], n_layers // 2]] if listed is None else [[listed, 1]]
     if sum(len(group) * times for group, times in groups) != n_layers:  # before a list of that length is made
-        raise ValueError(f"config.json: attention_types={groups} are not of num_layers={n_layers}")
+        raise ValueError(f"config.json: attention_types={groups} do not fit num_layers={n_layers}")
     kinds = [kind for group, times in groups for kind in group * times]
     if len(kinds) != n_layers or set(kinds) - {"global", "local"}:
-        raise ValueError(f"config.json: attention_types are {kinds}, for num_layers={n_layers}")
+        raise ValueError(f"config.json: attention_types are {kinds}, which do not fit num_layers={n_layers}")
     if listed not in (None, kinds):
         raise ValueError(f"config.json: attention_layers={listed} are not those of attention_types")
     return tuple(reader("window_size", 256) if kind == "local" else None for kind in kinds)

@@ -76,7 +76,7 @@ def window_of(cfg: ModelConfig) -> int | None:
     """The one width of the layers that have a window; None where no layer has. Raises ValueError for several widths."""
     widths = {layer.window for layer in cfg.layers if isinstance(layer.window, int)}
     if len(widths) > 1:
-        raise ValueError(f"it has one width of window, the model {sorted(widths)}")
+        raise ValueError(f"this family has one window width, but the config has {sorted(widths)}")
     return widths.pop() if widths else None
 
 
@@ -96,7 +96,7 @@ def read_windows(reader: ConfigReader, width: int | None, slides: list[bool]) ->
             )
         slides = [kinds[kind] for kind in types]
     if any(slides) and width is None:
-        raise ValueError("config.json: layers slide, but there is no sliding_window")
+        raise ValueError("config.json: layer_types has sliding_attention, but there is no sliding_window")
     windows = tuple(width if slide else None for slide in slides)
     return windows[0] if len(set(windows)) == 1 else windows
 
@@ -122,7 +122,7 @@ def _write_qwen_windows(cfg: ModelConfig) -> dict[str, Any]:
     windows = write_windows(cfg)
     first = windows["layer_types"].count("full_attention")
     if "sliding_attention" in windows["layer_types"][:first]:
-        raise ValueError("its layers slide from one layer on, not by turns")
+        raise ValueError("this family has windows from one layer on, not in alternating layers")
     return windows | {"use_sliding_window": first < cfg.n_layers, "max_window_layers": first}
 
 

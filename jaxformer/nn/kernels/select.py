@@ -89,6 +89,6 @@ def choose(cfg: ModelConfig, call: AttentionCall) -> str:
 def _tell(kernel: str, why: str | None) -> None:
     """Says once what "auto" takes, and why not the device's own."""
     if why is None:
-        log.info("attention: %s", kernel)
+        log.info("attention is computed by %s", kernel)
     else:
-        log.warning("attention: plain XLA, which is slower: %s %s", kernel, why)
+        log.warning("attention is computed by plain XLA, which is slower, because %s %s", kernel, why)
