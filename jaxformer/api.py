@@ -26,6 +26,7 @@ from jaxformer.nn.logprobs import logprobs
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.model import Output, apply, forward, forward_cached, hidden, init
 from jaxformer.nn.named import multiply, named
+from jaxformer.parallel.host_memory import keep_memory
 from jaxformer.parallel.sharding import MeshConfig
 from jaxformer.prove.invariants import Invariant, Invariants, check_invariants
 from jaxformer.tokenizers import tokenizer
@@ -85,6 +86,7 @@ __all__ = [
     "hidden",
     "init",
     "init_cache",
+    "keep_memory",
     "listen",
     "load",
     "logprobs",

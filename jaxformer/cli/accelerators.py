@@ -1,9 +1,11 @@
-"""Whether an accelerator of this machine is not used because an extra is not installed."""
+"""Whether a program will run on CPUs, and whether an accelerator of the machine is left unused for want of an extra."""
 
 import shutil
 from pathlib import Path
 
 import jax
+
+from jaxformer.parallel import host_memory
 
 _TPU_VENDOR = "0x1ae0"
 
@@ -22,6 +24,14 @@ def visible(root: Path = Path("/"), path: str | None = None) -> str | None:
     if (root / "dev/vfio/0").exists() and any(file.read_text().strip() == _TPU_VENDOR for file in vendors):
         return "tpu"
     return None
+
+
+def keep_memory() -> bool:
+    """``host_memory.keep_memory`` where JAX will run on CPUs, by what it has been told or else by what the machine has. To be
+    called before JAX computes anything. Gives whether the process keeps its memory."""
+    platforms = jax.config.values["jax_platforms"]
+    is_cpu = platforms.split(",")[0] == "cpu" if platforms else visible() is None
+    return is_cpu and host_memory.keep_memory()
 
 
 def missing_extra(program: str) -> str | None:

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tyro
 
-from jaxformer.cli import pretrained, program_cache
+from jaxformer.cli import accelerators, pretrained, program_cache
 from jaxformer.config import ModelConfig
 from jaxformer.config.strict import Strict, within
 from jaxformer.config.textfile import read_text
@@ -33,9 +33,9 @@ LONGEST = 1024
 class Options(Strict):
     """What to load and what to score."""
 
-    run: tyro.conf.Positional[str | Path]
+    run: Annotated[str | Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run directory that train.py wrote, a Hugging Face folder with its tokenizer, or a Hugging Face Hub id."""
-    files: tyro.conf.Positional[tuple[Path, ...]]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE [FILE ...]")]
     """UTF-8 text files; each is scored on its own, as one document."""
     length: int | None = None
     """Number of tokens per window. Default: the model's max_length, at most 1024."""
@@ -103,9 +103,10 @@ def score(params: Any, cfg: ModelConfig, ids: Sequence[int], length: int, stride
 
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
-    description = f"{__doc__}\n{exit_codes.described()}"
+    description = exit_codes.below(__doc__)
     options = tyro.cli(Options, args=arguments, prog="jaxformer evaluate", description=description)
     program_cache.enable()
+    accelerators.keep_memory()
     texts = {str(path): _read(path) for path in options.files}
     cfg, params, tok = pretrained.load(options.run, options.trust)
     if cfg.encoder_layers or not cfg.causal:

@@ -4,6 +4,8 @@ import contextlib
 import io
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,11 +33,24 @@ def launch(program: Callable[[], Any]) -> None:
 
 
 def described(error: Exception) -> str:
-    """The text of an error; of one that the operating system raised, its reason and the path."""
+    """The text of an error; of one that the operating system raised, its reason and the path; of one that was raised through
+    code of the user's own, such as a component, also the line there."""
     if not isinstance(error, OSError) or not error.strerror:
-        return str(error) or type(error).__name__
+        return (str(error) or type(error).__name__) + _in_user_code(error)
     paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path is not None)
     return f"{paths}: {error.strerror}" if paths else error.strerror
+
+
+def _in_user_code(error: Exception) -> str:
+    """Where a file that is of no installed package took part in an error; empty where none did."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    installed = [os.path.realpath(folder) + os.sep for folder in (*folders, Path(__file__).parents[1])]
+    program = os.path.realpath(sys.argv[0])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = os.path.realpath(frame.filename)
+        if os.path.isfile(file) and file != program and not file.startswith(tuple(installed)):
+            return f"\n  in {file}, line {frame.lineno}, {frame.name}: {frame.line}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ Sizes = dict[str, list[float]]
 class Options(Strict):
     """What to train, and at which widths."""
 
-    config: tyro.conf.Positional[Path]
+    config: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
     """A config file of train.py."""
     widths: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Widths to compare, as multiples of the config's d_model; heads and d_ff are multiplied too."""
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    options = tyro.cli(Options, args=arguments, prog="jaxformer mup", description=f"{__doc__}\n{exit_codes.described()}")
+    options = tyro.cli(Options, args=arguments, prog="jaxformer mup", description=exit_codes.below(__doc__))
     if target(options.out).suffix[1:] not in (formats := FigureCanvasBase.get_supported_filetypes()):
         raise ValueError(f"--out {options.out} must end with the suffix of a plot format: {', '.join(sorted(formats))}")
     config, _ = read_config(Path(os.path.expanduser(options.config)))

@@ -1,4 +1,4 @@
-"""Text from a trained model: ``jaxformer sample RUN "prompt"``. ``--help`` explains every option.
+"""Text from a trained model: ``jaxformer sample RUN "prompt"``.
 
 A prompt is continued, and the text is shown as it is generated. ``--interactive`` asks for one prompt after another; ``--file``
 reads one prompt per line, in batches, and writes JSON lines. An encoder–decoder translates its prompts. With ``--chat``, a
@@ -42,9 +42,9 @@ Prompt = str | list[dict[str, str]]
 class Options(Strict):
     """What to load, what to continue, and how."""
 
-    run: tyro.conf.Positional[str | Path]
+    run: Annotated[str | Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run directory that train.py wrote, a Hugging Face folder with its tokenizer, or a Hugging Face Hub id."""
-    prompt: tyro.conf.Positional[str | None] = None
+    prompt: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT]")] = None
     """The text to continue, or to translate. Default: read from standard input."""
     interactive: bool = False
     """Ask for one prompt after another until Ctrl-D."""
@@ -279,10 +279,11 @@ def main(arguments: list[str] | None = None) -> None:
         Options,
         args=arguments,
         prog="jaxformer sample",
-        description=f"{__doc__}\n{exit_codes.described()}",
+        description=exit_codes.below(__doc__),
         config=(tyro.conf.SuppressFixed,),  # a function cannot be given on the command line
     )
     program_cache.enable()
+    accelerators.keep_memory()
     if warning := accelerators.missing_extra("jaxformer sample"):
         print(warning, file=sys.stderr)
     writer = Writer(options := options.with_files())

@@ -10,6 +10,7 @@ from jaxformer.cli import texts
 from jaxformer.cost import memory
 from jaxformer.data import Data
 from jaxformer.data.config import TASKS
+from jaxformer.nn import cache_spec
 from jaxformer.parallel import multihost
 from jaxformer.training import tracking
 from jaxformer.training.config import NEXT_TOKEN, Config
@@ -25,6 +26,7 @@ def check(config: Config, mesh: Mesh) -> None:
     tracking.check(config.train.track)
     if config.data.task in TASKS and config.train.objective == NEXT_TOKEN:
         _check_model(config)
+        _check_decoding(config)
     memory.check(config, mesh)
 
 
@@ -46,6 +48,18 @@ def _check_model(config: Config) -> None:
                 f"next-token training cannot use model.{reason}; change the model, or give an objective of your own "
                 "(train.objective='package.module:name')"
             )
+
+
+def _check_decoding(config: Config) -> None:
+    """Samples and translations are decoded, the first of them after the first evaluation: what attention keeps of a sequence
+    is checked before."""
+    if not config.train.sample_tokens:
+        return
+    try:
+        for cfg in config.model.layers:
+            cache_spec.layer_spec(cfg)
+    except ValueError as error:
+        raise ValueError(f"{error}. To train without samples, set train.sample_tokens=0") from error
 
 
 def check_data(config: Config, corpus: Data) -> list[str]:

@@ -22,10 +22,11 @@ from jaxformer import data, training
 from jaxformer.cli import accelerators, pretrained, program_cache, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
+from jaxformer.config.strict import import_paths, to_dict
 from jaxformer.cost import model_flops
 from jaxformer.cost.topology import peak_of
 from jaxformer.nn import model
-from jaxformer.parallel import exit_codes, multihost
+from jaxformer.parallel import exit_codes, host_memory, multihost
 from jaxformer.parallel.ending import stopping
 from jaxformer.parallel.placement import PLACEMENTS, Placement, check_batch, own_rows
 from jaxformer.parallel.sharding import MeshConfig, table
@@ -80,6 +81,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
         for step in report.timed(range(start + 1, train.steps + 1)):
             trace(step)
             state, metrics = placement.step(state, placement.put_batch(next(batches)))
+            host_memory.after_step(metrics)
             if step == start + 1:  # it has been traced and compiled: from here on nothing is refused
                 pretrained.write_run(directory, config, corpus)
             report.train(step, metrics)
@@ -108,7 +110,9 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     if not is_done:
         stopped(report.console, int(current.step), directory)
         return exit_codes.STOPPED
-    results(report.console, train.steps, directory, score, best, time.perf_counter() - began if start < train.steps else None)
+    seconds = time.perf_counter() - began if start < train.steps else None
+    trusted = bool(import_paths(run.Config, to_dict(config)))
+    results(report.console, train.steps, directory, score, best, seconds, trusted)
     return exit_codes.FINISHED
 
 
@@ -219,10 +223,14 @@ def announce(console, config: run.Config, mesh: Mesh, corpus: dict[str, int], ch
         placements(console, table(model.spec(cfg), cfg, mesh))
     if corpus:
         console.print("data: " + ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in corpus.items()))
+    if host_memory.is_kept():
+        console.print(f"freed memory stays in the process, which makes CPUs faster ({host_memory.OFF}=0 turns this off)")
     if peak_of(jax.devices()[0].device_kind) is None:
         console.print(f"MFU is not shown: unknown peak FLOP/s of {jax.devices()[0].device_kind}")
     if start:
         console.print(f"resuming from step {start} in {config.run_dir}", soft_wrap=True)
+    elif config.init.folder is not None:
+        console.print(f"starting from the parameters of {config.init.folder}", soft_wrap=True)
     for change in changes:
         console.print(Text.assemble(("changed since the run began", "yellow"), f": {change}"), soft_wrap=True)
 
@@ -234,6 +242,7 @@ def launch(arguments: list[str]) -> None:
     try:
         command = run.parse(arguments, DEFAULT)
         program_cache.enable()
+        accelerators.keep_memory()
         with multihost.joined(command.config.distributed):
             config = dataclasses.replace(command.config, distributed=multihost.DistributedConfig())  # one run for all
             if command.check:
@@ -242,6 +251,7 @@ def launch(arguments: list[str]) -> None:
                 sys.exit(preflight.main(*asked, make_placement, suits, command.trust))
             code = main(config, command.trust)
     except KeyboardInterrupt:
+        sys.stderr.write("interrupted: steps after the last checkpoint are not saved; the same command resumes from it\n")
         os._exit(exit_codes.INTERRUPTED)  # Python's own exit would wait for threads that save
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"error: {described(error)}")

@@ -125,7 +125,10 @@ def imported(kind: str, name: str) -> Any:
     try:
         value = importlib.import_module(module)
     except (ImportError, ValueError, TypeError) as error:  # the last two for "" and for relative names
-        raise ValueError(f"{kind}={name!r}: cannot import {module!r}: {error}. Its folder must be on PYTHONPATH") from error
+        dotted = "" if colon else " (a name in a module follows a colon: package.module:name)"
+        raise ValueError(
+            f"{kind}={name!r}: cannot import {module!r}: {error}. Its folder must be on PYTHONPATH{dotted}"
+        ) from error
     for step in filter(None, attribute.split(".")):
         if not hasattr(value, step):
             raise ValueError(

@@ -43,9 +43,10 @@ def _fields(record: type) -> list[str]:
     lines = []
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         default = _default(field)
-        shown = "" if default is inspect.Parameter.empty else f" Default: {_short(default)!r}."
+        # In the place of a type, so that the help of a program, which shows the defaults of a run, does not repeat it.
+        shown = "" if default is inspect.Parameter.empty else f" ({_short(default)!r} by default)"
         text = " ".join(texts.get(field.name, "").split())
-        lines += textwrap.wrap(f"{field.name}: {text}{shown}", 100, subsequent_indent="    ")
+        lines += textwrap.wrap(f"{field.name}{shown}: {text}", 100, subsequent_indent="    ")
     return lines
 
 

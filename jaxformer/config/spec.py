@@ -47,7 +47,8 @@ class Param:
 def _shape(letters: str, sizes: dict[str, int], what: str) -> tuple[int, ...]:
     for letter in letters:
         if letter not in sizes:
-            raise ValueError(f"{what}: the size of dimension {letter!r} is not known{nearest(letter, sizes)}")
+            hint = "; write the N query heads as KG" if letter == "N" else nearest(letter, sizes)
+            raise ValueError(f"{what}: the size of dimension {letter!r} is not known{hint}")
     return tuple(sizes[letter] for letter in letters)
 
 

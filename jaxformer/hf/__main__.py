@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -20,8 +20,13 @@ from jaxformer.nn import model
 from jaxformer.parallel import exit_codes
 from jaxformer.tokenizers.json_files import read_json
 
+Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER [FOLDER ...]")]
 
-def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None:
+
+def info(source: Source, revision: str | None = None) -> None:
     """Prints the family, the number of parameters and the config of a model. Reads its config and headers, no tensors.
 
     Args:
@@ -37,7 +42,7 @@ def info(source: tyro.conf.Positional[str], revision: str | None = None) -> None
     print(cfg)
 
 
-def verify(folders: tyro.conf.Positional[tuple[Path, ...]], tolerance: float = TOLERANCE, markdown: bool = False) -> None:
+def verify(folders: Folders, tolerance: float = TOLERANCE, markdown: bool = False) -> None:
     """Loads each folder and compares the results, quantity by quantity and layer by layer, with reference results.
 
     The reference is the file reference.npz of the folder. Without it, transformers (which must be installed, with torch)
@@ -118,7 +123,7 @@ def _print_line(name: str, rows: list[Row], same: bool | None) -> None:
     print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], revision: str | None = None) -> None:
+def import_(source: Source, run: Run, revision: str | None = None) -> None:
     """Writes a published model as a run directory, for jaxformer.load, jaxformer.sample and train.py --init.from.
 
     Args:
@@ -148,8 +153,8 @@ def import_(source: tyro.conf.Positional[str], run: tyro.conf.Positional[Path], 
 
 
 def export(
-    run: tyro.conf.Positional[Path],
-    folder: tyro.conf.Positional[Path],
+    run: Run,
+    folder: Folder,
     family: str | None = None,
     trust: bool = False,
     overwrite: bool = False,
@@ -176,7 +181,7 @@ def export(
 def main(arguments: list[str]) -> None:
     """The command."""
     commands: dict[str, Any] = {"info": info, "import": import_, "export": export, "verify": verify}
-    description = f"{__doc__}\n{exit_codes.described(failed='an error, or in verify a difference above the tolerance')}"
+    description = exit_codes.below(__doc__, failed="an error, or in verify a difference above the tolerance")
     tyro.extras.subcommand_cli_from_dict(commands, prog="jaxformer hf", description=description, args=arguments)
 
 

@@ -139,11 +139,20 @@ def _scores(q_BKGTH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
     return jnp.moveaxis(scores_BKSGT, 2, -1)
 
 
+@jax.custom_jvp
 def _masked_softmax(scores: jax.Array, mask: jax.Array | bool) -> jax.Array:
     # Hidden keys are −inf once, after all else. A row with none visible has maximum −inf and sum 0: both are replaced, so
-    # that its weights are exp(−inf) / 1 = 0 and no −inf − −inf or 0 / 0 arises, in the backward pass either.
+    # that its weights are exp(−inf) / 1 = 0 and no −inf − −inf or 0 / 0 arises.
     scores = jnp.where(mask, scores, -jnp.inf)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    top = scores.max(-1, keepdims=True)
     unscaled = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = unscaled.sum(-1, keepdims=True)
     return unscaled / jnp.where(total == 0.0, 1.0, total)
+
+
+@_masked_softmax.defjvp
+def _masked_softmax_jvp(primals, tangents):
+    # By hand, because the weights are then all that the backward pass keeps.
+    weights, (_, mask) = _masked_softmax(*primals), primals
+    product = weights * jnp.where(mask, tangents[0], 0.0)
+    return weights, product - weights * product.sum(-1, keepdims=True)

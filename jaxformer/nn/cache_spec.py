@@ -30,7 +30,13 @@ def layer_spec(layer: ModelConfig) -> dict[str, Param]:
     component = resolve("attention", layer.attention, attention.CHOICES)
     if getattr(component, "cache", None) is None:
         raise ValueError(f"attention={layer.attention!r} needs cache(cfg), what it keeps of a sequence, to decode with a cache")
-    kept = specs.with_sizes(component.cache(layer), layer.component_sizes)
+    declared = component.cache(layer)
+    if not isinstance(declared, dict) or not all(isinstance(param, Param) for param in declared.values()):
+        raise ValueError(
+            f"attention={layer.attention!r}: its cache(cfg) must give a dict of jf.Param, such as "
+            f'{{"key": jf.Param("BKSH", jf.spec.zeros)}}, not {declared!r}'
+        )
+    kept = specs.with_sizes(declared, layer.component_sizes)
     for name, param in kept.items():
         if not param.dims.startswith("B"):
             raise ValueError(f"attention={layer.attention!r}: its cache entry {name!r} is {param.dims!r}; B must come first")

@@ -1,5 +1,6 @@
 """What several components share: the linear map, its precision, dropout and random keys."""
 
+import math
 import zlib
 from contextlib import AbstractContextManager
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.nn.named import multiply
-from jaxformer.parallel.sharding import gathered
+from jaxformer.parallel.sharding import current, gathered, platform
 
 
 def dense(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -28,7 +29,15 @@ def dense(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None
         y = jax.lax.dot_general(x, weight, ((x_axes, weight_axes), ((), ())))
         return y.transpose([kept.index(letter) for letter in result])
 
-    y = multiply(equation, x, weight, by=as_stored)
+    def as_matrices(x, weight):
+        rows = [axis for axis in range(x.ndim) if axis not in x_axes]
+        outputs = weight.shape[len(weight_axes) :]
+        x = x.transpose(rows + x_axes)
+        y = x.reshape(math.prod(x.shape[: len(rows)]), -1) @ weight.astype(x.dtype).reshape(-1, math.prod(outputs))
+        return y.reshape(*x.shape[: len(rows)], *outputs).transpose([kept.index(letter) for letter in result])
+
+    is_flat = platform() == "cpu" and current() is None and weight_axes == list(range(len(weight_axes)))
+    y = multiply(equation, x, weight, by=as_matrices if is_flat else as_stored)
     return y if bias is None else y + bias.astype(x.dtype)
 
 

@@ -20,6 +20,12 @@ OF_TRAINING = (
 )
 
 
+def below(text: str | None, **meanings: str) -> str:
+    """The docstring of a program as its ``--help`` shows it, without the marks of code, and the exit codes below it. meanings:
+    those of ``described``."""
+    return f"{(text or '').replace('``', '')}\n{described(**meanings)}"
+
+
 def described(done: str = "done", failed: str = "an error, which standard error explains") -> str:
     """The exit codes of a program other than training. done, failed: what 0 and 1 mean."""
     return (

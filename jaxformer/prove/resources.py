@@ -77,7 +77,7 @@ def on_disk(config: Config, checkpoint: int) -> Finding:
     kept = min(train.keep_checkpoints + 2, -(-train.steps // every))
     needed = max(0, kept * checkpoint - disk_bytes(path / "checkpoints"))
     free = shutil.disk_usage(existing(path)).free
-    said = f"{kept} checkpoints of {_size(checkpoint)} at a time; {_size(free)} are free"
+    said = f"{kept} checkpoint{'s' * (kept > 1)} of {_size(checkpoint)} at a time; {_size(free)} are free"
     return Finding(OK if needed < free else FAILED, "disk", said)
 
 

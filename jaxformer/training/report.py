@@ -195,13 +195,20 @@ class Report:
 
 
 def results(
-    console: Console, steps: int, directory: Path, score: dict[str, float], best: int | None, seconds: float | None
+    console: Console,
+    steps: int,
+    directory: Path,
+    score: dict[str, float],
+    best: int | None,
+    seconds: float | None,
+    trust: bool = False,
 ) -> None:
-    """Prints the results of a finished run, and where they are. seconds: how long it took; None if it was finished before."""
+    """Prints the results of a finished run, and where they are. seconds: how long it took; None if it was finished before.
+    trust: whether loading it imports code that is not the library's."""
     rows = {name: f"{value:.4f}" for name, value in score.items()} | {"best checkpoint": str(best)}
     rows |= {"time": f"{seconds:.0f} s"} if seconds is not None else {}
     rows |= {"curves": f"{directory}/loss.png, tensorboard --logdir {directory}", "records": f"{directory}/metrics.jsonl"}
-    rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r})"}
+    rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r}{', trust=True' * trust})"}
     table = Table(title=f"Results after {steps} steps", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*map(Text, row))

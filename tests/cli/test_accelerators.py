@@ -51,3 +51,18 @@ def test_missing_extra(monkeypatch, backend, asked, extra, said):
         assert found == (said and f"This machine has {said}".format("JAX runs on the CPU"))
     finally:
         jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "extra", "is_kept"),
+    [(None, None, True), (None, "cuda", False), ("cpu", "cuda", True), ("cuda,cpu", None, False), ("tpu", "tpu", False)],
+)
+def test_memory_is_kept_where_the_program_will_run_on_cpus(monkeypatch, platforms, extra, is_kept):
+    monkeypatch.setattr(accelerators, "visible", lambda: extra)
+    monkeypatch.setattr(accelerators.host_memory, "keep_memory", lambda: True)
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert accelerators.keep_memory() == is_kept
+    finally:
+        jax.config.update("jax_platforms", before)

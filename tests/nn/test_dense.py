@@ -1,6 +1,7 @@
 """The linear map against ``einsum``, for every equation that the library uses; how it reads its kernel."""
 
 import ast
+import re
 from pathlib import Path
 
 import jax
@@ -78,4 +79,19 @@ def test_the_kernel_is_read_as_it_is_stored(equation):
     x, kernel, bias = operands(equation)
     jaxpr = jax.make_jaxpr(lambda *args: dense(equation, *args))(x, kernel, bias).jaxpr
     (product,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
-    assert product.invars[1] is jaxpr.invars[1]
+    weight = product.invars[1]
+    for eqn in jaxpr.eqns:
+        if eqn.outvars[0] is weight:  # a matrix is the same bytes
+            assert eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None
+            weight = eqn.invars[0]
+    assert weight is jaxpr.invars[1]
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_cpus_multiply_matrices_forward_and_backward(equation):
+    """Where rows and columns are several axes each, XLA would copy the operands of all three products first."""
+    x, kernel, _ = operands(equation)
+    gradient = jax.jit(jax.grad(lambda *args: (dense(equation, *args) ** 2).sum(), (0, 1)))
+    products = re.findall(r"dot_general.* : \(tensor<(.*?)>, tensor<(.*?)>\)", gradient.lower(x, kernel).as_text())
+    assert len(products) == 3
+    assert all(len(operand.split("x")) == 3 for product in products for operand in product)  # two sizes and a dtype

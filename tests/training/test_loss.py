@@ -293,7 +293,7 @@ def test_an_unknown_entry_names_the_nearest(entry, near):
 def test_shapes_that_differ_are_named(entry):
     batch = batch_of([[1, 2]], [[2, 3]])
     batch[entry] = batch[entry][:, :1]  # would broadcast
-    with pytest.raises(ValueError, match=rf"'{entry}' has shape \(1, 1\), tokens have \(1, 2\)"):
+    with pytest.raises(ValueError, match=rf"'{entry}' has shape \(1, 1\), but tokens have \(1, 2\)"):
         jf.loss(table(np.eye(8)), batch, lookup(8))
 
 
