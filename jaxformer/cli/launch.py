@@ -42,15 +42,18 @@ def described(error: Exception) -> str:
 
 
 def _in_user_code(error: Exception) -> str:
-    """Where a file that is of no installed package took part in an error; empty where none did."""
+    """The innermost line that the library has called in a file of no installed package; empty where there is none."""
+    library = os.path.realpath(Path(__file__).parents[1]) + os.sep
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
-    installed = [os.path.realpath(folder) + os.sep for folder in (*folders, Path(__file__).parents[1])]
-    program = os.path.realpath(sys.argv[0])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    installed = (library, *(os.path.realpath(folder) + os.sep for folder in folders))
+    where, is_called = "", False
+    for frame in traceback.extract_tb(error.__traceback__):
         file = os.path.realpath(frame.filename)
-        if os.path.isfile(file) and file != program and not file.startswith(tuple(installed)):
-            return f"\n  in {file}, line {frame.lineno}, {frame.name}: {frame.line}"
-    return ""
+        if file.startswith(library):
+            is_called |= file != os.path.realpath(__file__)
+        elif is_called and os.path.isfile(file) and not file.startswith(installed):
+            where = f"\n  in {file}, line {frame.lineno}, {frame.name}: {frame.line}"
+    return where
 
 
 @contextlib.contextmanager

@@ -50,14 +50,19 @@ def load(where: str | Path, trust: bool = False) -> tuple[ModelConfig, dict, Any
 
 
 def _require_run(path: Path) -> None:
-    """Raises FileNotFoundError for a folder in ``runs/`` that does not exist: that is the name of a run, not of a model on a
-    hub."""
-    if path.parent.name != "runs" or path.exists():
+    """Raises FileNotFoundError for a folder in ``runs/`` that does not exist, and for the bare name of one that does: that is
+    a run, not a model on a hub."""
+    if path.exists():
         return
-    there = sorted(folder.name for folder in path.parent.glob("*/"))
-    if difflib.get_close_matches(path.name, there):
+    if len(path.parts) == 1 and (Path("runs") / path).is_dir():
+        raise FileNotFoundError(f"there is no folder {path}; did you mean {Path('runs') / path}?")
+    if path.parent.name != "runs":
+        return
+    newest = sorted(path.parent.glob("*/"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    if difflib.get_close_matches(path.name, [folder.name for folder in newest]):
         return  # a misspelt name: ``locate`` says which one is meant
-    runs = f" Runs that exist: {', '.join(str(path.parent / name) for name in there[:3])}." if there else ""
+    more = f" and {len(newest) - 3} more" if len(newest) > 3 else ""
+    runs = f" Runs that exist: {', '.join(map(str, newest[:3]))}{more}." if newest else ""
     train = f" To train it: uv run train.py configs/{path.name}.py" if path.name in shipped.names() else ""
     raise FileNotFoundError(f"there is no run in {path}.{runs}{train}")
 

@@ -22,7 +22,6 @@ from jaxformer import data, training
 from jaxformer.cli import accelerators, pretrained, program_cache, suitable
 from jaxformer.cli.launch import described, open_output
 from jaxformer.config import spec as specs
-from jaxformer.config.strict import import_paths, to_dict
 from jaxformer.cost import model_flops
 from jaxformer.cost.topology import peak_of
 from jaxformer.nn import model
@@ -33,7 +32,7 @@ from jaxformer.parallel.sharding import MeshConfig, table
 from jaxformer.prove import preflight
 from jaxformer.prove.reference import watch
 from jaxformer.training import evaluate, run, shipped
-from jaxformer.training.console import show_log
+from jaxformer.training.console import RunConsole, show_log
 from jaxformer.training.directory import Lock, locked
 from jaxformer.training.failures import during, ignore_abandoned_saves
 from jaxformer.training.guard import Guard
@@ -48,6 +47,7 @@ DEFAULT = shipped.FOLDER / "quickstart.py"
 def main(config: run.Config, trust: bool = False) -> int:
     """Trains, or shows the results of a run that is finished. Gives the exit code."""
     config = run.at_home(config)
+    show_log(RunConsole(quiet=not multihost.first()))
     with locked(config.run_dir) as lock, during("could not continue", lock.directory, OSError):
         return train_run(config, lock, trust)
 
@@ -110,9 +110,7 @@ def train_run(config: run.Config, lock: Lock, trust: bool) -> int:
     if not is_done:
         stopped(report.console, int(current.step), directory)
         return exit_codes.STOPPED
-    seconds = time.perf_counter() - began if start < train.steps else None
-    trusted = bool(import_paths(run.Config, to_dict(config)))
-    results(report.console, train.steps, directory, score, best, seconds, trusted)
+    results(report.console, config, directory, score, best, time.perf_counter() - began if start < train.steps else None)
     return exit_codes.FINISHED
 
 

@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from jaxformer.config.strict import Derived
+
 
 def document(record: type) -> None:
     """Gives a dataclass a docstring with an Attributes section, made on first use from the texts below its fields, and a
@@ -44,7 +46,9 @@ def _fields(record: type) -> list[str]:
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         default = _default(field)
         # In the place of a type, so that the help of a program, which shows the defaults of a run, does not repeat it.
-        shown = "" if default is inspect.Parameter.empty else f" ({_short(default)!r} by default)"
+        shown = f" ({_short(default)!r} by default)"
+        if default is inspect.Parameter.empty or isinstance(default, Derived):
+            shown = ""
         text = " ".join(texts.get(field.name, "").split())
         lines += textwrap.wrap(f"{field.name}{shown}: {text}", 100, subsequent_indent="    ")
     return lines

@@ -24,8 +24,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def check(config: run.Config, mesh: Mesh) -> None:
-    """Raises ValueError for a run whose parameters, optimizer state and batch alone are more than the memory of a device (on
-    CPUs, of this machine). What else it needs is not counted, and nothing is refused where the memory is not known."""
+    """Raises ValueError for a run that needs more than the memory of a device (on CPUs, of this machine) for its parameters,
+    optimizer state, batch and, on CPUs, the attention scores of one layer alone. What else it needs is not counted, and nothing
+    is refused where the memory is not known."""
     needs = needed(config, mesh)
     device = mesh.local_devices[0]
     on_cpu = device.platform == "cpu"
@@ -34,14 +35,14 @@ def check(config: run.Config, mesh: Mesh) -> None:
         return
     sizes = ", ".join(f"{kind} {size / GIB:,.1f} GiB" for kind, size in needs.items())
     where = "this machine has" if on_cpu else f"each {device.device_kind} has"
-    lower = "data.batch_size or data.length"
-    if needs["batch"] < max(needs["parameters"], needs["optimizer state"]):
+    lower = "data.length or data.batch_size, or raise train.microbatches"
+    if needs["batch"] + needs["attention scores"] < max(needs["parameters"], needs["optimizer state"]):
         cfg = config.model
         path, param = max(specs.walk(model.spec(cfg)), key=lambda item: math.prod(item[1].shape(cfg)))
         largest = f"{path}, of shape {list(param.shape(cfg))}"
         spread_it = "" if on_cpu else ", or spread it over more devices with mesh.fsdp"
         lower = f"the sizes of the model, whose largest parameter is {largest}{spread_it}"
-    more = "gradients and activations not counted"
+    more = "gradients and other activations not counted"
     raise ValueError(f"this run cannot fit into memory: {sizes} ({more}), and {where} {has / GIB:,.1f} GiB; lower {lower}")
 
 
@@ -50,8 +51,11 @@ def needed(config: run.Config, mesh: Mesh) -> dict[str, int]:
     cfg = config.model
     state = jax.eval_shape(functools.partial(run.initial_state, config), specs.abstract(model.spec(cfg), cfg))
     total = {"parameters": device_bytes(state.params), "optimizer state": device_bytes(state.opt_state), "batch": 0}
+    scores = 0
     if config.data.task in TASKS and config.train.objective == NEXT_TOKEN:
         total["batch"] = device_bytes(batch_of(config))
+        scores = _scores(config) // jax.process_count() if _shares_memory(mesh) else 0
+    total["attention scores"] = scores
     if config.mesh == MeshConfig():  # every device has all of the state
         return total | {"batch": total["batch"] // (jax.process_count() if _shares_memory(mesh) else mesh.size)}
     where = state_shardings(state, param_shardings(cfg, mesh))
@@ -60,10 +64,20 @@ def needed(config: run.Config, mesh: Mesh) -> dict[str, int]:
         "parameters": device_bytes(spread(model.spec(cfg), cfg, mesh)),
         "optimizer state": 0 if config.mesh.offload else device_bytes(shared.opt_state),
         "batch": total["batch"] // mesh.size,
+        "attention scores": scores,
     }
     if not _shares_memory(mesh):
         return on_each
-    return {kind: max(size, total[kind] // jax.process_count()) for kind, size in on_each.items()}
+    shared_by = {kind: size // jax.process_count() for kind, size in total.items()} | {"attention scores": scores}
+    return {kind: max(size, shared_by[kind]) for kind, size in on_each.items()}
+
+
+def _scores(config: run.Config) -> int:
+    """Bytes of the scores of one microbatch in one layer of built-in attention, [B, K, G, T, T] in float32, which CPUs hold at
+    once; 0 where another component decides."""
+    rows = config.data.batch_size // config.train.microbatches
+    is_built_in = all(layer.attention in ("grouped", "latent") for layer in config.model.layers)
+    return 4 * rows * config.model.n_heads * config.data.length**2 if is_built_in else 0
 
 
 def _shares_memory(mesh: Mesh) -> bool:

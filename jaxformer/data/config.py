@@ -46,7 +46,7 @@ class DataConfig(Strict):
     validation_fraction: float = 0.1
     """Share held out: whole files, by a hash of their path; a single file's end; pairs, by a hash of the source."""
     validation_rows: int = 0
-    """Most rows to validate on, spread evenly over the split; 0 is all of it."""
+    """Maximum number of rows to validate on, spread evenly over the split. 0: all of it."""
     seed: int = 0
     """Seed of the order of training rows and of where they begin in the text."""
     segment_documents: bool = True

@@ -143,8 +143,6 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
     The stream is divided into strata of T starts; an epoch visits each stratum once, in a new order, and begins its
     row at a random start in it. So all starts are seen in time, and an epoch reads everything about once.
     """
-    import grain
-
     last = len(stream.tokens) - 1 - cfg.length  # the last start of a full row; negative if there is none
     if len(stream.tokens) < 2:
         raise ValueError(f"the training split has too few tokens to train on ({len(stream.tokens)}); give more text")
@@ -159,9 +157,17 @@ def train_batches(stream: Stream, cfg: DataConfig, pad_id: int, rows: Rows = ALL
         low = stratum * cfg.length
         return low + int(rng.integers(max(1, min(cfg.length, last + 1 - low))))
 
-    strata = grain.MapDataset.range(max(0, last) // cfg.length + 1).seed(cfg.seed).shuffle().repeat()
+    strata = endless(max(0, last) // cfg.length + 1, cfg.seed)
     starts = strata.random_map(start).batch(cfg.batch_size, batch_fn=np.array)
     return starts.map(lambda starts_B: windows(stream, starts_B[rows], cfg.length, pad_id, cfg.segment_documents))
+
+
+def endless(count: int, seed: int) -> Any:
+    """A Grain data set of the numbers below ``count``, in a new order every epoch, without end."""
+    import grain
+
+    # Grain counts the batches of its own endless data set in floating-point numbers: those of one row would be too many.
+    return grain.MapDataset.range(count).seed(seed).shuffle().repeat(2**62 // count)
 
 
 def most_positions(stream: Stream, cfg: DataConfig) -> int:

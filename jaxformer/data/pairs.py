@@ -87,14 +87,12 @@ def make_batch(sources: Sequence[Any], targets: Sequence[Any], cfg: DataConfig, 
 
 def train_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: Rows = ALL) -> Any:
     """Endless training batches of the pairs: ``train[step]`` is that step's, every epoch in a new order."""
-    import grain
-
     if not len(encoded.kept):
         raise ValueError(
             f"no training pair fits data.source_length={cfg.source_length} and data.length={cfg.length}; "
             f"{encoded.needed} would fit all"
         )
-    order = grain.MapDataset.range(len(encoded.kept)).seed(cfg.seed).shuffle().repeat()
+    order = packing.endless(len(encoded.kept), cfg.seed)
     batches = order.batch(cfg.batch_size, batch_fn=np.array)
     return batches.map(lambda order_B: _numbered(encoded, encoded.kept[order_B[rows]], cfg, tok))
 
@@ -111,10 +109,8 @@ def validation_batches(encoded: Encoded, cfg: DataConfig, tok: Tokenizer, rows: 
 
 def date_batches(cfg: DataConfig, tok: Tokenizer, rows: Rows = ALL) -> Any:
     """Endless training batches of the dates task: every epoch writes each training date once, in a random way."""
-    import grain
-
     days = dates.splits()[0]
-    drawn = grain.MapDataset.range(len(days)).seed(cfg.seed).shuffle().repeat()
+    drawn = packing.endless(len(days), cfg.seed)
     batches = drawn.random_map(lambda i, rng: dates.draw(days[i], rng)).batch(cfg.batch_size, batch_fn=list)
 
     def make(pairs: list[Pair]) -> Batch:

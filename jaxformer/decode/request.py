@@ -261,6 +261,8 @@ def _widened(name: str, values: Any) -> Any:
 
 def _rows(prompts: Any, valid: Any) -> list[np.ndarray]:
     """One array of ids per row, without padding."""
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and any(isinstance(prompt, str) for prompt in prompts)):
+        raise ValueError("prompts must be token ids, not text; encode each: prompts=[tok.encode(text)]")
     if valid is None and isinstance(prompts, list | tuple):
         rows = [np.asarray(prompt) for prompt in prompts]
         for row, prompt in enumerate(rows):

@@ -173,6 +173,8 @@ def export(
     run, folder = Path(os.path.expanduser(run)), Path(os.path.expanduser(folder))
     if not run.is_dir():
         raise FileNotFoundError(no_folder(run))
+    if (run / "config.json").is_file() and "model_type" in read_json(run / "config.json"):
+        raise ValueError(f"{run} is no run of train.py but a published folder already")
     cfg, params, tok = load_run(run, trust=trust)
     save(folder, cfg, params, family, tok=tok, generation=generation_config(run), overwrite=overwrite)
     print(f"{folder}: {read_json(folder / 'config.json')['model_type']}, with its {tok.file}")

@@ -77,7 +77,10 @@ class MeshConfig(Strict):
         data = self.data or max(1, len(devices) // per_copy)
         if data * per_copy != len(devices):
             sizes = " · ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "data 1"
-            raise ValueError(f"a mesh of {sizes} does not fit {len(devices)} devices")
+            on_cpu = devices[0].platform == "cpu"
+            simulate = f"; XLA_FLAGS=--xla_force_host_platform_device_count={per_copy} simulates them on CPUs" if on_cpu else ""
+            there = f"{len(devices)} device{'s' * (len(devices) > 1)}"
+            raise ValueError(f"a mesh of {sizes} does not fit {there}{simulate}")
         if data % self.slices:
             raise ValueError(f"{data} devices along data cannot be split into mesh.slices={self.slices} equal groups")
         shape = (data // self.slices, *(getattr(self, name) for name in AXES[1:]))

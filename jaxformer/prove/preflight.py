@@ -203,7 +203,7 @@ def saved(config: run.Config, state: Any, like: Any) -> Iterator[Finding]:
             yield Finding(FAILED, "checkpoint", f"{different[0]} reads back as another value than was written")
         else:
             where = "" if Path(folder).parent == parent else f", in {Path(folder).parent}"
-            yield Finding(OK, "checkpoint", f"written and read back equal to the bit: {states.size(before)}{where}")
+            yield Finding(OK, "checkpoint", f"written and read back bit for bit equal: {states.size(before)}{where}")
         arrays = sum(array.nbytes for array in before.values())  # zeros of a few updates take less on disk than what follows
         yield resources.on_disk(config, max(written, arrays))
 

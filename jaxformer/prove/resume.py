@@ -32,7 +32,7 @@ from jaxformer.prove import states
 from jaxformer.training import records, run
 from jaxformer.training.checkpoints import Checkpoints
 
-ABOUT = """Compares a run of CONFIG that is killed (kill -9) and resumed with one that is not. They must be equal to the bit;
+ABOUT = """Compares a run of CONFIG that is killed (kill -9) and resumed with one that is not. They must be bit for bit equal;
 otherwise the first array that differs is printed. Further --field value pairs are passed on to train.py. All files are written
 to a temporary directory."""
 EXITS = exit_codes.described("the runs are equal", "the runs differ, or there was an error")
@@ -219,7 +219,7 @@ def _restored_elsewhere(
     if wrong:
         console.print(f"restored on the other devices: {wrong[0]} differs from what was saved", markup=False)
     else:
-        console.print(f"restored on the other devices: equal to the bit with what was saved ({states.size(saved)})")
+        console.print(f"restored on the other devices: bit for bit equal to what was saved ({states.size(saved)})")
     return not wrong
 
 
@@ -254,7 +254,7 @@ def _compare(options: Options, undisturbed: Path, killed: Path, console: Console
     logged = [_records(directory) for directory in (undisturbed, killed)]
     if not different and logged[0] == logged[1]:
         what = "parameters, optimizer state, key and step"
-        console.print(f"[green]equal to the bit[/]: {states.size(expected)} ({what}), {len(logged[0])} records of metrics")
+        console.print(f"[green]bit for bit equal[/]: {states.size(expected)} ({what}), {len(logged[0])} records of metrics")
         return True
     losses = [np.array([record["loss"] for record in records]) for records in logged]
     if len(losses[0]) != len(losses[1]):

@@ -68,7 +68,7 @@ def _objective(config: Config) -> Iterator[str]:
 def _rows(config: Config) -> Iterator[str]:
     cfg, data = config.model, config.data
     if data.length > cfg.max_length:
-        yield f"data.length={data.length} is more than model.max_length={cfg.max_length}: generation stops there"
+        yield f"data.length={data.length} is more than model.max_length={cfg.max_length}, the length that the model is made for"
     elif cfg.position == "learned" and data.length < cfg.max_length and not cfg.encoder_layers:
         yield (
             f"data.length={data.length} is below model.max_length={cfg.max_length}: the table of positions is never trained "

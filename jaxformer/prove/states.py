@@ -23,7 +23,7 @@ def digest(array: np.ndarray) -> str:
 
 
 def differing(expected: dict[str, np.ndarray], actual: dict[str, np.ndarray]) -> list[str]:
-    """Paths of the leaves that are not equal to the bit, in order; a NaN equals itself."""
+    """Paths of the leaves that are not equal bit for bit, in order; a NaN equals itself."""
     return [name for name in expected if name not in actual or digest(expected[name]) != digest(actual[name])]
 
 

@@ -75,7 +75,7 @@ def _ids(config: run.Config, corpus: Data, batch: Batch) -> Finding:
             FAILED, "ids", "the targets are the tokens themselves, not the token after each: the model would only learn to copy"
         )
     distinct = len(np.unique(np.concatenate(list(ids.values()))))
-    return Finding(OK, "ids", f"all ids of the first batch are in the vocabulary; {distinct:,} of them differ")
+    return Finding(OK, "ids", f"all ids of the first batch are in the vocabulary; {distinct:,} are distinct")
 
 
 def _weights(config: run.Config, batch: Batch) -> Finding:

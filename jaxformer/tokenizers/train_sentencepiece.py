@@ -52,10 +52,11 @@ def train(kind: str, sample: Sequence[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
+        asked = f"a tokenizer with vocab_size={vocab_size}"
         if most := re.search(r"too high.*<= (\d+)", str(error)):
-            raise ValueError(f"vocab_size={vocab_size} is too large for this text; it can be at most {most[1]}") from error
+            raise ValueError(f"{asked} is too large for this text; it can be at most {most[1]}") from error
         if least := re.search(r"required_chars.* vs (\d+)", str(error)):
-            raise ValueError(f"vocab_size={vocab_size} is too small for this text; it must be at least {least[1]}") from error
+            raise ValueError(f"{asked} is too small for this text; it must be at least {least[1]}") from error
         raise ValueError(f"SentencePiece cannot train on this text: {error}") from error
     return model.getvalue()
 

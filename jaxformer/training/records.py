@@ -13,7 +13,7 @@ from jaxformer.training.directory import set_aside
 
 log = logging.getLogger(__name__)
 TIMINGS = ("tokens_per_second", "mfu", "waiting_for_data")
-"""Fields of a record that say how fast training went: they differ between runs that are otherwise equal to the bit."""
+"""Fields of a record that say how fast training went: they differ between runs that are otherwise bit for bit equal."""
 
 
 def line_of(record: dict[str, Any]) -> bytes:

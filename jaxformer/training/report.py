@@ -12,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from jaxformer.config.strict import import_paths, to_dict
 from jaxformer.parallel import multihost
 from jaxformer.training import records
+from jaxformer.training.config import Config
 from jaxformer.training.console import RunConsole
 from jaxformer.training.events import Events
 from jaxformer.training.failures import during
@@ -195,21 +197,16 @@ class Report:
 
 
 def results(
-    console: Console,
-    steps: int,
-    directory: Path,
-    score: dict[str, float],
-    best: int | None,
-    seconds: float | None,
-    trust: bool = False,
+    console: Console, config: Config, directory: Path, score: dict[str, float], best: int | None, seconds: float | None
 ) -> None:
-    """Prints the results of a finished run, and where they are. seconds: how long it took; None if it was finished before.
-    trust: whether loading it imports code that is not the library's."""
-    rows = {name: f"{value:.4f}" for name, value in score.items()} | {"best checkpoint": str(best)}
+    """Prints the results of a finished run, and where they are. seconds: how long it took; None if it was finished before."""
+    trust = ", trust=True" if import_paths(Config, to_dict(config)) else ""
+    rows = {"validation loss" if name == "loss" else name: f"{value:.4f}" for name, value in score.items()}
+    rows |= {"best checkpoint": str(best)}
     rows |= {"time": f"{seconds:.0f} s"} if seconds is not None else {}
     rows |= {"curves": f"{directory}/loss.png, tensorboard --logdir {directory}", "records": f"{directory}/metrics.jsonl"}
-    rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r}{', trust=True' * trust})"}
-    table = Table(title=f"Results after {steps} steps", show_header=False, title_justify="left")
+    rows |= {"load it": f"cfg, params, tok = jaxformer.load({str(directory)!r}{trust})"}
+    table = Table(title=f"Results after {config.train.steps} steps", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*map(Text, row))
     console.print(table)
@@ -224,7 +221,7 @@ def placements(console: Console, rows: list[tuple[str, str, str, str]]) -> None:
     """Prints where every parameter lies (``sharding.table``)."""
     table = Table(title="Parameters on the mesh", title_justify="left")
     for name in ("parameter", "letters", "shape", "on"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)

@@ -119,7 +119,7 @@ def test_nothing_is_written_before_the_first_update_has_been_traced(text, tmp_pa
 def test_a_finished_run_is_shown_again_where_nothing_can_be_written(text, tmp_path, monkeypatch, capsys, quick_compilation):
     directory, opened = tmp_path / "run", os.open
     assert train.main(config(directory, text)) == exit_codes.FINISHED
-    (loss,) = [row for row in capsys.readouterr().out.splitlines() if "│ loss" in row]
+    (loss,) = [row for row in capsys.readouterr().out.splitlines() if "│ validation loss" in row]
 
     def refuse(path, flags, *rest, **options):
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and str(path).startswith(str(directory)):
@@ -154,7 +154,7 @@ def test_texts_are_shown_as_they_are(given, text, tmp_path, capsys):
     console = RunConsole()
     asked = config(f"r/{given}", text)
     train.announce(console, asked, asked.mesh.make(), {given: 3}, [f"train.prompt: one -> {given}"], 2)
-    results(console, 2, Path(given), {given: 1.0}, 2, 1.0)
+    results(console, asked, Path(given), {given: 1.0}, 2, 1.0)
     with train.Report(tmp_path, 0, 2, 1, lambda step, metrics: dict(metrics)) as report:
         report.train(1, {"loss": 1.0, "weight": 1.0})
         report.validation(1, {given: 1.0})
@@ -178,7 +178,7 @@ def test_a_character_that_the_console_does_not_have_is_replaced(encoding, monkey
     open_output()
     console = RunConsole()
     console.print("a → b, 日本 \udcff")
-    results(console, 2, Path("run"), {"loss": 1.0}, 2, 1.0)
+    results(console, jf.Config(model=jf.presets.gpt2()), Path("run"), {"loss": 1.0}, 2, 1.0)
     shown = written.getvalue().decode(encoding)
     assert "a ? b, ?? ?" in shown and "loss" in shown
     sys.stdout.detach()

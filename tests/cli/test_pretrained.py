@@ -133,6 +133,8 @@ def test_a_run_that_does_not_exist_is_not_looked_for_on_the_hub(text, tmp_path, 
         pretrained.load("runs/dates")
     with pytest.raises(FileNotFoundError, match=missing):
         train.main(config(tmp_path / "run", text, "runs/dates"))
+    with pytest.raises(FileNotFoundError, match="there is no folder quickstart; did you mean runs/quickstart?"):
+        pretrained.load("quickstart")
 
 
 def test_what_cannot_be_had_together_is_refused(folder, text, tmp_path):

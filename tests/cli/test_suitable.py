@@ -126,6 +126,43 @@ def test_the_positions_of_rows_are_those_that_batches_have(lengths, separate, tm
     assert {name: number for name, (_, number) in corpus.positions().items()} == expected
 
 
+# Samples during training
+
+
+@dataclasses.dataclass(frozen=True)
+class OneToken:
+    """An attention that keeps nothing of a sequence, or says it wrongly."""
+
+    kept: tuple = ()
+
+    def __post_init__(self):
+        if self.kept:
+            object.__setattr__(self, "cache", lambda cfg: dict(self.kept))
+
+    def spec(self, cfg):
+        return {"out": jf.weight(cfg, "D", "D")}
+
+    def apply(self, params, x_BTD, cfg, *, cache=None, **where):
+        return jf.dense("BTD,DO->BTO", x_BTD, params["out"]), cache
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ((), r"needs cache\(cfg\), what it keeps"),
+        ((("key", "BKSH"),), r"must give a dict of jf\.Param, .* not \{'key': 'BKSH'\}"),
+    ],
+)
+def test_an_attention_that_cannot_decode_is_refused_where_samples_are_asked_for(kept, message, tmp_path):
+    asked = config(tmp_path)
+    asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, attention=OneToken(kept)))
+    mesh = asked.mesh.make()
+    suitable.check(asked, mesh)
+    asked = dataclasses.replace(asked, train=dataclasses.replace(asked.train, sample_tokens=5))
+    with pytest.raises(ValueError, match=f"{message}.* To train without samples, set train.sample_tokens=0"):
+        suitable.check(asked, mesh)
+
+
 # Memory
 
 
@@ -136,7 +173,8 @@ def test_the_positions_of_rows_are_those_that_batches_have(lengths, separate, tm
         ({"n_layers": 1000, "d_model": 65_536}, {}, r"parameters [\d,]{5,}"),
         ({"vocab_size": 2_000_000_000, "d_model": 4096}, {}, r"embedding.token, of shape \[2000000000, 4096\]"),
         (LEARNED | {"max_length": 2_000_000_000, "d_model": 4096}, {}, r"decoder.position.table, of shape \[2000000000"),
-        ({}, {"batch_size": 1_000_000_000}, r"batch [\d,]+\.\d GiB .*lower data.batch_size or data.length"),
+        ({}, {"batch_size": 1_000_000_000}, r"batch [\d,]+\.\d GiB.*lower data.length or data.batch_size"),
+        ({}, {"length": 1_000_000}, r"attention scores [\d,]{5,}\.\d GiB.*lower data.length or data.batch_size, or raise"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(model, data, message, tmp_path):
@@ -154,6 +192,7 @@ def test_what_is_needed_is_what_a_state_holds(optim, dtype, tmp_path):
         "parameters": sum(x.nbytes for x in jax.tree.leaves(state.params)),
         "optimizer state": sum(x.nbytes for x in jax.tree.leaves(state.opt_state)),
         "batch": sum(x.nbytes for x in load(asked.data).train[0].values()),
+        "attention scores": 8 * 2 * 16 * 16 * 4,
     }
     assert memory.needed(asked, asked.mesh.make()) == held
     # eight devices of one process share its memory, however the state is spread over them

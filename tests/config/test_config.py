@@ -340,6 +340,6 @@ def test_help_of_a_config_explains_every_field(name):
     text = pydoc.plain(pydoc.render_doc(record))
     explained = re.sub(r"\n \|\s+", " ", text)
     for field in dataclasses.fields(record):
-        assert re.search(rf" {field.name}: \S.{{15,}}", explained), field.name
+        assert re.search(rf" {field.name}(?: \(.*? by default\))?: \S.{{15,}}", explained), field.name
     assert "typing." not in text.split("Attributes:")[0]
     assert str(inspect.signature(record)).count("=") <= len(dataclasses.fields(record))

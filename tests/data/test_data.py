@@ -564,3 +564,14 @@ def test_other_texts_of_the_same_counts_are_told_apart(tmp_path):
     fox, xof, again = read("a.txt", "fox"), read("b.txt", "xof"), read("c.txt", "fox")
     assert fox.summary == xof.summary and fox.tokenizer.content_hash == xof.tokenizer.content_hash
     assert fox.content_hash == again.content_hash != xof.content_hash
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batches_of_any_size_have_no_end(rows, tmp_path):
+    (tmp_path / "a.txt").write_text("one two three, " * 60)
+    corpus = load(DataConfig(path=str(tmp_path / "a.txt"), tokenizer="byte", length=16, batch_size=rows))
+    late = 10**12
+    batch = next(iterate(corpus.train, late))
+    assert batch["tokens"].shape == (rows, 16)
+    np.testing.assert_array_equal(batch["tokens"], corpus.train[late]["tokens"])
+    assert not np.array_equal(batch["tokens"], corpus.train[late + 1]["tokens"])

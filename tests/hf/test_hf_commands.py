@@ -50,6 +50,7 @@ def test_import_and_export_are_each_other_s_inverse(llama, tmp_path):
     assert "exists; choose another directory" in command("import", llama, tmp_path / "run", fails=True)
     assert "holds weights already" in command("export", tmp_path / "run", tmp_path / "back", fails=True)
     command("export", tmp_path / "run", tmp_path / "back", "--overwrite")
+    assert "is no run of train.py but a published folder already" in command("export", llama, tmp_path / "new", fails=True)
 
 
 def test_verify_names_the_first_layer_that_is_off(llama):

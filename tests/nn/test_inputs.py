@@ -85,6 +85,8 @@ GENERATION = [
     (LLAMA, [[-1]], {}, r"prompts\[0, 0\] = -1 is outside"),
     (LLAMA, [[2**40]], {}, "1099511627776 is outside the vocabulary"),
     (LLAMA, [[5.5, 6.5]], {}, "prompts must be integers"),
+    (LLAMA, "hello", {}, r"prompts must be token ids, not text; encode each: prompts=\[tok.encode\(text\)\]"),
+    (LLAMA, ["hello", "you"], {}, "prompts must be token ids, not text"),
     (LLAMA, np.array([[5.5, 6.5]]), {}, "prompts must be integers"),
     (LLAMA, [5, 6], {}, "prompts"),
     (LLAMA, np.array([5, 6]), {}, r"prompts must have the shape \[batch, length\]"),

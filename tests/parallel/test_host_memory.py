@@ -1,4 +1,4 @@
-"""Freed memory stays in the process: no page is asked for twice, and what is free can be given back. In processes of their own."""
+"""Freed memory stays in the process: no page is asked for twice, and what is free can be given back."""
 
 import os
 import platform

@@ -286,7 +286,7 @@ def test_given_parameters_are_used():
 @pytest.mark.parametrize("number", [2, len(CHECKS)])
 def test_the_example_of_the_page_runs(number, capsys, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
-    section = page.split("## Whether a model is right\n")[1].split("\n## ")[0]
+    section = page.split("## Check a model\n")[1].split("\n## ")[0]
     assert dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", section, re.MULTILINE)) == {n: c.claim for n, c in CHECKS.items()}
     monkeypatch.setattr(invariants, "CHECKS", dict(list(CHECKS.items())[:number]))
     names: dict = {}

@@ -119,7 +119,7 @@ def changed(ended, folder, edit):
 def test_equal_runs_are_equal_to_the_bit(ended, tmp_path, capsys):
     is_equal, out = compared(ended, shutil.copytree(ended, tmp_path / "copy"), capsys)
     count = len(states.leaves(run.initial_state(run.read_run(ended))))
-    assert is_equal and f"equal to the bit: {count} leaves, " in out and "6 records of metrics" in out
+    assert is_equal and f"bit for bit equal: {count} leaves, " in out and "6 records of metrics" in out
 
 
 def test_the_first_leaf_that_differs_is_named(ended, tmp_path, capsys):
@@ -171,20 +171,20 @@ def proved(text, *arguments, devices=1):
 def test_a_run_that_is_killed_ends_in_the_same_bits(text):
     process = proved(text, "--steps", "4")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert re.search(r"equal to the bit: \d+ leaves, [\d,]+ bytes .*, 10 records of metrics", process.stdout)
+    assert re.search(r"bit for bit equal: \d+ leaves, [\d,]+ bytes .*, 10 records of metrics", process.stdout)
 
 
 def test_on_another_mesh_what_is_restored_is_equal_to_the_bit(text):
     process = proved(text, "--steps", "4", "--then-mesh.fsdp", "2", devices=2)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "restored on the other devices: equal to the bit with what was saved" in process.stdout
-    assert "with sums in another order on the other devices" in process.stdout or "equal to the bit:" in process.stdout
+    assert "restored on the other devices: bit for bit equal to what was saved" in process.stdout
+    assert "with sums in another order on the other devices" in process.stdout or "bit for bit equal:" in process.stdout
 
 
 def test_in_two_processes_what_is_restored_is_equal_to_the_bit(text):
     process = proved(text, "--steps", "4", "--then-processes", "2")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "restored on the other devices: equal to the bit with what was saved" in process.stdout
+    assert "restored on the other devices: bit for bit equal to what was saved" in process.stdout
 
 
 def test_a_train_that_forgets_its_optimizer_is_found_out(text, tmp_path):

@@ -53,8 +53,8 @@ def about():
 
 
 def assert_same(folder, found, name, step):
-    """Bit for bit as they were saved; after four more updates up to the rounding of float32: sums are in another order since the
-    update waits for the gradient's norm and CPUs multiply matrices."""
+    """Bit for bit as they were saved; after four more updates up to the rounding of float32, as sums are in another order since
+    the update waits for the gradient's norm and CPUs multiply matrices."""
     before = arrays(folder, name, step)
     assert found.keys() == before.keys()
     is_same_machine = json.loads((folder / "expected" / "about.json").read_text()) == about()
