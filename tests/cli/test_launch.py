@@ -20,7 +20,7 @@ class Mlp:
         return {"up": jf.weight(cfg, "D", "D")}
 
     def apply(self, params, x_BTD, cfg):
-        return jax.numpy.where(x_BTD[..., :5] > 0, x_BTD, 0)  # a mistake in the shapes
+        return jax.numpy.where(x_BTD[..., :5] > 0, x_BTD, 0)  # a mistake
 
 
 def objective(params, batch, rng):
@@ -45,7 +45,7 @@ SMALL += ["--model.d-model", "12", "--model.vocab-size", "259", "--train.steps",
         (
             ["--model.mlp", "mine:Mlp()"],
             "apply",
-            "return jax.numpy.where(x_BTD[..., :5] > 0, x_BTD, 0)  # a mistake in the shapes",
+            "return jax.numpy.where(x_BTD[..., :5] > 0, x_BTD, 0)  # a mistake",
         ),
         (["--train.objective", "mine:objective"], "objective", 'raise ValueError("nothing to learn")'),
     ],
