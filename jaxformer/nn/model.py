@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxformer.config import ModelConfig
 from jaxformer.config import spec as specs
@@ -21,6 +22,7 @@ from jaxformer.nn.embedding import pooled as pooled
 from jaxformer.nn.mask import TokenInfo
 from jaxformer.nn.mistakes import answers_mistakes
 from jaxformer.nn.named import labels, scope
+from jaxformer.parallel.sharding import platform
 
 
 @functools.cache
@@ -58,12 +60,17 @@ def unstack(params: dict, cfg: ModelConfig) -> dict:
 @answers_mistakes
 def init(cfg: ModelConfig, key: jax.Array) -> dict:
     """Initial parameters: a nested dict of arrays in ``cfg.param_dtype``."""
-    return _init(cfg, key)
+    is_traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # as everything inside a program that is being compiled
+    return (_init if is_traced or platform() != "cpu" else _init_on_cpu)(cfg, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _init(cfg, key):
     return specs.init(spec(cfg), cfg, key)
+
+
+# A program that runs once, and would be compiled for longer than all else before the first step.
+_init_on_cpu = jax.jit(_init, static_argnums=0, compiler_options={"xla_backend_optimization_level": 1})
 
 
 class Output(NamedTuple):
