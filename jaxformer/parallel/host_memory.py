@@ -22,9 +22,14 @@ GROWTH = 1.25
 _OPTIONS = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1)}
 _VARIABLES = ("ARENA_MAX", "MMAP_MAX_", "MMAP_THRESHOLD_", "TRIM_THRESHOLD_", "TOP_PAD_")
 
+_FIRST = 3
+"""Steps after each of which free memory is given back: blocks take their final places in them."""
+
 _is_kept = False
-_limit: float | None = 0.0
-"""Bytes from which on the process is trimmed after a step; None: to be set after the next one."""
+_to_trim = _FIRST
+"""Steps that are still to be followed by a trim."""
+_limit: float | None = None
+"""Bytes from which on the process is trimmed again; None: to be set after the next step."""
 
 
 def keep_memory() -> bool:
@@ -45,17 +50,19 @@ def keep_memory() -> bool:
 def after_step(results: Any) -> None:
     """To be called after every step of a loop: does nothing unless the process keeps memory. Waits for ``results``, because the
     temporary arrays of two steps would exist side by side, and gives free memory back to the operating system after the first
-    step, which includes compilation, and where the process has grown since: evaluation needs other arrays, and sometimes a
+    steps, as compilation leaves much, and where the process has grown since: evaluation needs other arrays, and sometimes a
     block no longer fits where it was."""
-    global _limit
+    global _limit, _to_trim
     if not _is_kept:
         return
     jax.block_until_ready(results)
-    if _limit is None:
-        _limit = GROWTH * resident()
-    elif resident() > _limit:
+    if not _to_trim and _limit is not None and resident() > _limit:
+        _to_trim, _limit = 1, None
+    if _to_trim:
         _glibc().malloc_trim(0)
-        _limit = None
+        _to_trim -= 1
+    elif _limit is None:
+        _limit = GROWTH * resident()
 
 
 def is_kept() -> bool:
