@@ -36,9 +36,15 @@ def dense(equation: str, x: jax.Array, weight: jax.Array, bias: jax.Array | None
         y = x.reshape(math.prod(x.shape[: len(rows)]), -1) @ weight.astype(x.dtype).reshape(-1, math.prod(outputs))
         return y.reshape(*x.shape[: len(rows)], *outputs).transpose([kept.index(letter) for letter in result])
 
-    is_flat = platform() == "cpu" and current() is None and weight_axes == list(range(len(weight_axes)))
+    is_flat = by_matrices() and weight_axes == list(range(len(weight_axes)))
     y = multiply(equation, x, weight, by=as_matrices if is_flat else as_stored)
     return y if bias is None else y + bias.astype(x.dtype)
+
+
+def by_matrices() -> bool:
+    """Whether products are better made of matrices, with all rows on one axis: where they are on several, XLA for CPUs copies
+    both operands of the weight's gradient first. Not on a mesh, which may spread each of the axes."""
+    return platform() == "cpu" and current() is None
 
 
 def child(rng: jax.Array | None, name: str) -> jax.Array | None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxformer.config import ModelConfig
 from jaxformer.config.spec import bias, weight
 from jaxformer.nn import mlp, norm
-from jaxformer.nn.dense import dense, precision
+from jaxformer.nn.dense import by_matrices, dense, precision
 from jaxformer.nn.inputs import Embeddings
 from jaxformer.nn.named import multiply, named
 from jaxformer.parallel.sharding import gathered
@@ -68,15 +68,28 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
             x_BTD = _transform(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
             weight_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
-            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", preferred_element_type=jnp.float32)
+            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", by=_logits("ND,VD->NV"))
         else:
             weight_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
-            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", preferred_element_type=jnp.float32)
+            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", by=_logits("ND,DV->NV"))
     if cfg.head_bias:
         logits = logits + params["head"]["bias"].astype(jnp.float32)
     if cfg.logit_softcap is not None:
         logits = cfg.logit_softcap * jnp.tanh(logits / cfg.logit_softcap)
     return named(logits, "logits", "BTV", cfg)
+
+
+def _logits(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The product of the head, in float32; ``equation`` is that of matrices, whose rows are all positions."""
+
+    def product(x_BTD, weight):
+        rows, positions, width = x_BTD.shape
+        if not by_matrices():
+            return jnp.einsum(equation.replace("N", "BT"), x_BTD, weight, preferred_element_type=jnp.float32)
+        logits_NV = jnp.einsum(equation, x_BTD.reshape(-1, width), weight, preferred_element_type=jnp.float32)
+        return logits_NV.reshape(rows, positions, -1)
+
+    return product
 
 
 def in_float32(params: dict, cfg: ModelConfig) -> tuple[dict, Callable[[dict], dict]]:

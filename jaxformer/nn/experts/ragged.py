@@ -13,7 +13,7 @@ def ragged_dot(x_MD: jax.Array, weight_EDF: jax.Array, sizes: jax.Array, name: s
 
     ``jax.lax.ragged_dot`` multiplies every row with every kernel on CPUs and (JAX 0.10) on TPUs. A TPU takes JAX's own Pallas
     kernel, in bfloat16, where it runs a program of its own (``sharding.partitioned``): XLA cannot spread that over several.
-    CPUs lay the rows out in blocks of one group each, and multiply blocks with copies of their kernels, which are some 17 for
+    CPUs lay the rows out in blocks of one group each, and multiply blocks with copies of their kernels, which are some 5 for
     each: too many for the memory of accelerators.
     """
     # A row has one of the E kernels for its own: as an equation, a kernel per row.
@@ -45,8 +45,9 @@ def _by_kernel(x_MD, weight_EDF, sizes_E, interpret: bool = False):
 
 
 def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: a power of two, such that what fills up the groups' last blocks is some 6% of all."""
-    return 1 << max(0, min(7, (rows // (16 * groups)).bit_length() - 1))
+    """Rows of a block: a power of two, such that what fills up the groups' last blocks is some 12% of all. Smaller blocks would
+    need more copies of kernels, which take longer than the products of what fills up larger ones."""
+    return 1 << max(0, min(7, (rows // (4 * groups)).bit_length() - 1))
 
 
 def _by_blocks(x_MD, weight_EDF, sizes_E):
