@@ -1,9 +1,9 @@
 """An attention of one's own, with a hyperparameter: sigmoid attention (Ramapuram et al. 2024) with a temperature.
 
     uv run train.py examples/sigmoid_attention.py --model.attention.temperature 0.5
-    uv run python -m jaxformer.sample --trust runs/sigmoid_attention "def "
+    uv run jaxformer sample --trust runs/sigmoid_attention "def "
 
-Training, checkpoints, the file of the config, the command line, decoding with a cache and ``python -m jaxformer.explain``
+Training, checkpoints, the file of the config, the command line, decoding with a cache and ``jaxformer explain``
 take it as they take the built-in ones. The component takes 41 lines, and no line of the library changed.
 """
 

@@ -1,4 +1,4 @@
-"""What a model costs, before it runs: ``explain`` traces its forward, ``python -m jaxformer.plan`` its programs on devices."""
+"""What a model costs, before it runs: ``explain`` traces its forward, ``jaxformer plan`` its programs on devices."""
 
 from jaxformer.cost.explanation import Explanation, Kept, explain
 from jaxformer.cost.trace import Step
