@@ -1,6 +1,7 @@
 """The two ends of a model, which may share a table: tokens to vectors by the embedding, hidden states to logits by the head."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,12 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
             x_BTD = _transform(params["head"]["transform"], x_BTD, cfg)
         if cfg.tied_head:
             weight_VD = gathered(params["embedding"]["token"].astype(x_BTD.dtype), "VD")
-            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", by=_logits("ND,VD->NV"))
+            how = _computed_by(lambda x_BTD, weight_VD: _product(x_BTD, weight_VD.T))
+            logits = multiply("BTD,VD->BTV", x_BTD, weight_VD, name="head", **how)
         else:
             weight_DV = gathered(params["head"]["kernel"].astype(x_BTD.dtype), "DV")
-            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", by=_logits("ND,DV->NV"))
+            how = _computed_by(_product)
+            logits = multiply("BTD,DV->BTV", x_BTD, weight_DV, name="head", **how)
     if cfg.head_bias:
         logits = logits + params["head"]["bias"].astype(jnp.float32)
     if cfg.logit_softcap is not None:
@@ -79,17 +82,16 @@ def head(params: dict, x_BTD: jax.Array, cfg: ModelConfig) -> jax.Array:
     return named(logits, "logits", "BTV", cfg)
 
 
-def _logits(equation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The product of the head, in float32; ``equation`` is that of matrices, whose rows are all positions."""
+def _computed_by(product: Callable[[jax.Array, jax.Array], jax.Array]) -> dict[str, Any]:
+    """The options of ``multiply`` for logits: ``product`` where matrices are faster, else the equation itself, in float32."""
+    return {"by": product} if by_matrices() else {"preferred_element_type": jnp.float32}
 
-    def product(x_BTD, weight):
-        rows, positions, width = x_BTD.shape
-        if not by_matrices():
-            return jnp.einsum(equation.replace("N", "BT"), x_BTD, weight, preferred_element_type=jnp.float32)
-        logits_NV = jnp.einsum(equation, x_BTD.reshape(-1, width), weight, preferred_element_type=jnp.float32)
-        return logits_NV.reshape(rows, positions, -1)
 
-    return product
+def _product(x_BTD: jax.Array, weight_DV: jax.Array) -> jax.Array:
+    """The logits, of one matrix of all positions (``dense.by_matrices``)."""
+    rows, positions, width = x_BTD.shape
+    logits = jnp.matmul(x_BTD.reshape(-1, width), weight_DV, preferred_element_type=jnp.float32)
+    return logits.reshape(rows, positions, -1)
 
 
 def in_float32(params: dict, cfg: ModelConfig) -> tuple[dict, Callable[[dict], dict]]:

@@ -212,9 +212,8 @@ def test_a_token_costs_what_its_own_experts_cost():
     x_BTD = jax.ShapeDtypeStruct((1, tokens, 64), jnp.float32)
     counted = jax.jit(lambda p, x: router.apply(p, x, cfg)[0]).lower(params, x_BTD).compile().cost_analysis()["flops"]
     active = 2 * tokens * (2 * 3 * 64 * 128 + 64 * 8)
-    assert (
-        1 <= counted / active < 1.26
-    )  # 4,096 rows in 32 blocks of 128, and one more block for each expert, which may not be full
+    # 4,096 rows are 32 blocks of 128, and each of 8 experts may have one that is not full: 40 / 32; and 2% of sums and sorting
+    assert 1 <= counted / active < 1.28
 
 
 def test_blocks_are_few_and_small():
