@@ -58,7 +58,7 @@ def train(params: dict, key: jax.Array) -> tuple[dict, jax.Array]:
 
 
 def main() -> None:
-    params, rewards = train(jf.init(cfg, jax.random.key(0)), jax.random.key(1))
+    params, rewards = train(jf.init(cfg, jax.random.key(0)), jax.random.key(2))
     for number in range(0, STEPS, STEPS // 4):
         print(f"steps from {number}: mean reward {float(rewards[number : number + STEPS // 4].mean()):.3f}")
     print("greedy after 3:", jf.generate(params, [[3]], cfg, max_new_tokens=NEW).tokens[0].tolist())

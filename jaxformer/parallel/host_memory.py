@@ -5,6 +5,7 @@ such large blocks back to the operating system at once and asks for new ones in 
 page by page: a quarter of the time of a training step. ``keep_memory`` lets the process keep them.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -55,7 +56,8 @@ def after_step(results: Any) -> None:
     global _limit, _to_trim
     if not _is_kept:
         return
-    jax.block_until_ready(results)
+    with contextlib.suppress(Exception):  # a step that failed says so where its results are read
+        jax.block_until_ready(results)
     if not _to_trim and _limit is not None and resident() > _limit:
         _to_trim, _limit = 1, None
     if _to_trim:

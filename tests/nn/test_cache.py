@@ -124,7 +124,7 @@ def test_wrong_chunks_are_refused():
         jf.apply(params, [[5], [6]], cfg, cache=cache, segments=[[1], [1]])
     with pytest.raises(ValueError, match="valid must be boolean"):
         jf.forward_cached(params, [[5], [6]], cfg, cache, valid=[[1], [0]])
-    with pytest.raises(ValueError, match=r"valid has shape \(2, 2\), tokens have \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"valid has shape \(2, 2\), but tokens have \(2, 1\)"):
         jf.forward_cached(params, [[5], [6]], cfg, cache, valid=np.ones((2, 2), bool))
     other = dataclasses.replace(cfg, attention=OtherEntries)
     with pytest.raises(ValueError, match=r"keeps \['keys'\]; its cache has \['key', 'value'\]"):
