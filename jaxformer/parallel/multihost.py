@@ -134,7 +134,7 @@ def _end(error: BaseException) -> None:
         _say(f"{error.code}\n" if isinstance(error.code, str) else "")
     elif isinstance(error, KeyboardInterrupt):
         code = INTERRUPTED
-    elif isinstance(error, ValueError | OSError | FloatingPointError) and not isinstance(error, ConnectionError):
+    elif isinstance(error, ValueError | OSError | FloatingPointError) and not _is_of_the_runtime(error):
         _say(f"error: {error}\n")
         time.sleep(1)  # what is refused here is refused by all: each says so before this one's end ends it
     elif _SIGNS.search(str(error)):
@@ -143,6 +143,11 @@ def _end(error: BaseException) -> None:
         _say("".join(traceback.format_exception(error)))
     sys.stdout.flush()
     os._exit(code)
+
+
+def _is_of_the_runtime(error: BaseException) -> bool:
+    """Whether an error comes from a connection, or from XLA, which raises some of its own as ValueError."""
+    return isinstance(error, ConnectionError) or re.match(r"[A-Z_]+: ", str(error)) is not None
 
 
 def _say(text: str) -> None:
