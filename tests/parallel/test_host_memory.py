@@ -52,7 +52,7 @@ def test_a_step_finds_its_pages_where_the_last_one_left_them():
     (kept, faults), (_, usual) = run(FAULTS, "keep"), run(FAULTS, "as it is")
     assert kept == "True"
     assert int(usual) > 10 * 8192  # ten steps with one array of 32 MB at least, page by page
-    # Without the library's trimming, a block sometimes no longer fits where it was and a new one is asked for: 0.13 at most as seen.
+    # Sometimes a block no longer fits where it was and a new one is asked for: at most 0.13 of the faults as seen.
     assert int(faults) < int(usual) / 3
 
 
